@@ -123,10 +123,14 @@ TIED = "model.embed_tokens.weight"
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is a linear layer's weight; routers and confidences are not."""
+    """Return whether a tensor is a linear layer's weight; routers and confidences are not.
+
+    LiLiCorr's correlator stays as it is.
+    """
     others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
     others += ("mlp.router.weight", "markov_w1.weight", "confidence_head.proj.weight")
-    return tensor.dim() == 2 and name.endswith(".weight") and not name.endswith(others)
+    is_matrix = tensor.dim() == 2 and name.endswith(".weight")
+    return is_matrix and not name.endswith(others) and not name.startswith("lilicorr.")
 
 
 def encoded(

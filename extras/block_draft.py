@@ -7,10 +7,12 @@
    tokens of a path. In a causal block a position attends to those before it only.
 3. The tree grows from these scores without further passes (`LevelDrafter`). DSpark adds a bias of
    low rank for the token before, and a confidence that a level's token is accepted at all. DFlash2
-   and DSpine score pairs of that token and the best tokens of a level.
+   and DSpine score pairs of that token and the best tokens of a level, LiLiCorr those of the best
+   tokens of all levels at once.
 
 Sources: DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark (arXiv 2607.05147), DFlash2
-(z-lab/dflash, dflash/model.py @10129599), DSpine (sgl-project/SpecForge @64ab5ca).
+(z-lab/dflash, dflash/model.py @10129599), DSpine (sgl-project/SpecForge @64ab5ca), LiLiCorr
+(arXiv 2608.20530; models/correlator.py).
 Trade-off: a block whose positions see each other always has the size that it was trained with;
 a causal one has as many positions as the tree has levels. Not here: the files (hf/block_heads.py).
 """
@@ -30,6 +32,7 @@ from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from eagle_draft import is_same_embedding
 from extras.level_draft import LevelDrafter, head_options, tree_of
+from extras.medusa_draft import last_of
 from hf.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.heads import draft_lm_head, head_files
@@ -37,6 +40,7 @@ from hf.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import RotaryEmbeddings, Transformer, windows_of
+from models.correlator import Correlator
 from ops.backends import TORCH, use_backend
 from ops.tree import Children, Frontier, Scores
 from options import GenerateConfig
@@ -82,15 +86,18 @@ class BlockHead(Transformer):
             self.selector_hidden = Linear(model.dim, config.selector_rank, bias=False)
         if config.transfer_rank:
             self.codes = _token_rows(model.vocab_size, config.transfer_rank)
+        if config.correlator:
+            self.correlator = Correlator(config.correlator, model, config.levels)
         if config.confidence:
             self.confidence_weight = nn.Parameter(torch.zeros(1, config.confidence))
             bias = nn.Parameter(torch.zeros(1)) if config.confidence_bias else None
             self.confidence_bias = bias
 
-    def read(self, taps: Tensor, cache: KVCache, window: Window) -> None:
+    def read(self, taps: Tensor, cache: KVCache, window: Window) -> Tensor:
         """Turn the target's hidden states into keys and values.
 
         taps: [B, R, aux F], of the tokens at the positions `window.slots`
+        Returns: the rows that they are made of, [B, R, F].
         Writes: the cache at `window.slots`.
         """
         h = self.hidden_norm(self.fc(taps))  # [B, R, F]
@@ -102,6 +109,7 @@ class BlockHead(Transformer):
             first = max(i for i in range(rotate) if kinds[i] is Project)  # h is normed already
             begun = replace_fields(rows, kv=kv)
             run_steps(layer.steps[first : rotate + 1], layer, begun)  # the queries are not used
+        return h
 
     def fuse(self, enable: bool) -> None:
         """Run the pass in one C++ call or in fewer launches; C++ knows other windows than these."""
@@ -127,13 +135,15 @@ class BlockHead(Transformer):
         return cap * torch.tanh(z / cap) if cap else z
 
     def token_rows(self, tokens: Tensor) -> Tensor:
-        """Return the rows of `score_pairs` for the tokens before: [B, R] int64 -> [B, R, rank]."""
+        """Return the rows of the tokens before for `score_pairs`: [B, R] int64 -> [B, R, rank]."""
         if self.config.selector_rank:
             return self.selector_before(tokens)
         if self.config.markov_rank:
             return self.markov_w1(tokens)
         if self.config.transfer_rank:
             return math.sqrt(self.config.transfer_rank) * self.codes(tokens)
+        if self.config.correlator:  # which has scored them all
+            return tokens
         return self.norm.weight.new_zeros(*tokens.shape, 0)
 
     def score_pairs(
@@ -158,8 +168,7 @@ class BlockHead(Transformer):
             after = self.selector_after(tokens).float()  # [B, K, rank]
             context = before.float() * self.selector_hidden(hidden).float()  # [B, R, rank]
             pairs = best + context @ after.transpose(1, 2)
-        others = torch.full_like(scores, UNSELECTED).expand(-1, before.shape[1], -1)
-        return others.scatter(2, ids.expand_as(pairs), pairs)
+        return spread(pairs, ids, scores.shape[-1])
 
     def refined(self, hidden: Tensor, before: Tensor, ids: Tensor, lm_head: nn.Module) -> Tensor:
         """Score some tokens from a level's state, told the token before: [B, R, K] fp32.
@@ -185,6 +194,15 @@ class BlockHead(Transformer):
         if self.confidence_bias is not None:
             odds = odds + self.confidence_bias.float()
         return F.logsigmoid(odds)
+
+
+def spread(pairs: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Return the scores of all tokens, from those of some: [B, R, K] -> [B, R, Vd] fp32.
+
+    ids: [B, 1, K] int64, their columns
+    """
+    others = pairs.new_full((*pairs.shape[:2], vocab), UNSELECTED)
+    return others.scatter(2, ids.expand_as(pairs), pairs)
 
 
 def slide(window: Window, size: int, config: BlockConfig) -> Window:
@@ -251,24 +269,29 @@ class BlockDrafter(LevelDrafter):
 
     def extend(self, state: BlockState, update: DrafterUpdate) -> BlockState:
         """Read the confirmed tokens' hidden states. Writes: slots from length on."""
+        self.read(state, update)
+        return replace_fields(state, length=state.length + update.count)
+
+    def read(self, state: BlockState, update: DrafterUpdate) -> Tensor:
+        """Return `BlockHead.read` of the confirmed tokens. Writes: slots from length on."""
         window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         taps = update.features[..., self.head.config.model.dim :]
-        self.head.read(taps, state.cache, window)
-        return replace_fields(state, length=state.length + update.count)
+        return self.head.read(taps, state.cache, window)
 
     def rewind(self, state: BlockState, length: Tensor) -> BlockState:
         """Forget all but the first `length` tokens."""
         return replace_fields(state, length=length)
 
     def run_block(self, state: BlockState, inputs: DraftInputs) -> Tensor:
-        """Run the block: [B, D, F], the input of the LM head for each level.
+        """Run the block: [B, D, F], the input of the LM head for each level; LiLiCorr's: for all.
 
         Of DSpine, the last layer's outputs before `Inject` are behind it: [B, D, 2 F].
         Writes: slots length .. length + block_size - 1.
         """
         block = self.head.config
         first = 0 if block.predicts_next else 1
-        size = self.tree.depth + first if block.looks_back else block.block_size
+        levels = block.levels if block.correlator else self.tree.depth
+        size = levels + first if block.looks_back else block.block_size
         window = causal_window(state.length, size, backend=self.backend)
         if not block.causal:
             window = Window(window.slots, window.start, torch.ones_like(window.mask))
@@ -276,7 +299,7 @@ class BlockDrafter(LevelDrafter):
         tokens = torch.cat((inputs.text.root[:, None], tokens[:, 1:]), 1)
         aux_layers = (len(self.layers),) if block.transfer_rank else ()
         hidden = self.head(tokens, window.slots, state.cache, window, aux_layers=aux_layers)
-        return hidden[:, first : first + self.tree.depth]
+        return hidden[:, first : first + levels]
 
     def level_scores(self, state: BlockState, inputs: DraftInputs) -> Tensor:
         return self.head.score(self.run_block(state, inputs), self.lm_head)
@@ -330,6 +353,66 @@ class SparkDrafter(BlockDrafter):
         return Children(best.tokens, best.scores + sure[:, :, None])
 
 
+class LatticeState(NamedTuple):
+    """The state of a drafter with a correlator."""
+
+    cache: KVCache
+    length: Tensor  # [B] int64, confirmed tokens
+    anchor: Tensor  # [B, 1, F], what the last of them was read as
+
+
+class Lattice(NamedTuple):
+    """The best tokens of all levels, and the tokens before a level."""
+
+    ids: Tensor  # [B, S, K] int64
+    pairs: Tensor  # [B, S, K, K] fp32, of the correlator
+    before: Tensor  # [B, R] int64, the frontier's tokens
+
+
+class LatticeDrafter(SparkDrafter):
+    """Scores pairs of the best tokens of neighbouring levels by a correlator (LiLiCorr)."""
+
+    def init(self, batch: int, slots: int) -> LatticeState:
+        state = super().init(batch, slots)
+        weight = self.head.norm.weight
+        return LatticeState(*state, weight.new_zeros(batch, 1, len(weight)))
+
+    def extend(self, state: LatticeState, update: DrafterUpdate) -> LatticeState:
+        """Read the confirmed tokens, and keep the last. Writes: slots from length on."""
+        anchor = last_of(self.read(state, update), update.count, state.anchor)
+        return LatticeState(state.cache, state.length + update.count, anchor)
+
+    def root_output(self, state: LatticeState, inputs: DraftInputs) -> tuple[Lattice, Tensor]:
+        hidden = self.run_block(state, inputs)  # [B, S, F]
+        z = self.head.score(hidden, self.lm_head)
+        best, ids = z.topk(self.head.config.correlator.lilicorr_candidate_topk)  # [B, S, K]
+        log_probs = best - z.logsumexp(-1, keepdim=True)
+        embedded = self.head.embedding(ids)  # [B, S, K, F]
+        anchor = state.anchor[:, 0] * (state.length > 0)[:, None]
+        pairs = self.head.correlator(embedded, log_probs, hidden, anchor)
+        return Lattice(ids, pairs, inputs.text.root[:, None]), inputs.text.pos
+
+    def logits_of(self, out: Lattice, level: int) -> Tensor:
+        """Score the children of each node: [B, R, V].
+
+        Behind a token outside of the lattice, all tokens in it have the same score.
+        """
+        pairs = out.pairs[:, level]  # [B, K, K]
+        if level:
+            is_before = out.before[:, :, None] == out.ids[:, level - 1, None]  # [B, R, K]
+            pairs = is_before.float() @ pairs
+        else:
+            pairs = pairs[:, :1]
+        return spread(pairs, out.ids[:, level, None], self.vocab.size)
+
+
+def kind_of(config: BlockConfig) -> type[BlockDrafter]:
+    """Return the class of a head's drafter."""
+    if config.correlator:
+        return LatticeDrafter
+    return SparkDrafter if config.scores_pairs else BlockDrafter
+
+
 def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> BlockHead:
     """Load a block drafter for `target`, in the target's dtype and on its device.
 
@@ -360,5 +443,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     tree = tree_of(config, head.config.levels, path)
     model = head if head.lm_head else target
     lm_head = draft_lm_head(model, quant)
-    kind = SparkDrafter if head.config.scores_pairs else BlockDrafter
-    return kind(head, target, tree, lm_head, **options).method()
+    return kind_of(head.config)(head, target, tree, lm_head, **options).method()

@@ -9,9 +9,11 @@ layers of the target, and `hidden_norm` behind it. `read_keys` puts their keys s
 - DFlash2: convolutions in the layers, and a selector among each position's best tokens
   (`candidate_selector`).
 - DSpine: codes of tokens that a position hands to the next (`injection`, `transfer_codes`).
+- LiLiCorr: a correlator of the best tokens (`lilicorr`), with DFlash2's convolutions or without.
 Sources: the official code of JetSpec and DeepSpec; z-lab/dflash, dflash/model.py @10129599; the
 package speculators 0.9.0, models/dflash, dspark and dflash2; sgl-project/SpecForge @a6b6b02,
-`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`. Not here: modules (extras/block_draft.py).
+`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`; LiLiCorr's: models/correlator.py.
+Not here: modules (extras/block_draft.py).
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from hf.heads import (
 from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from models.block_head import BlockModel
+from models.correlator import Correlator, HFCorrelator
 from models.keys import FULL, SLIDING, HFConfig, HFSwiGLU
 
 TAPS = Rule(
@@ -103,7 +106,7 @@ class HFBlockHead(HFHead):
     draft_vocab_size: int | None = key(integer(1, 2**24), None)
     markov_rank: int | None = key(integer(0, 2**16), None)
     markov_head_type: str = key(only("vanilla", "gated"), "vanilla")
-    projector_type: str | None = key(only("dspark", "dflash2"), None)  # SpecForge's
+    projector_type: str | None = key(only("dspark", "dflash2", "lilicorr"), None)  # SpecForge's
     attention_mode: str = key(only("gqa", "mha"), "gqa")  # SpecForge's
     use_swa: bool = key(NO, False)  # vLLM's: a window without layer_types
     is_neox_style: bool = key(YES, True)  # vLLM's: RoPE turns halves of a head, not pairs
@@ -151,6 +154,7 @@ class BlockConfig:
     selector_rank: int = 0  # 0: no selector
     selector_top: int = 0  # tokens of a level that it chooses among
     transfer_rank: int = 0  # numbers of a token's code, as in its layers
+    correlator: HFCorrelator | None = None
     markov_rank: int = 0  # 0: no bias
     markov_gated: bool = False  # the level's state gates the row of the token before
     confidence: int = 0  # inputs of the confidence; 0: none
@@ -207,6 +211,7 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
         keys = read_keys(files.config)
         hf = read_fields(keys, HFBlockHead)
         model = _read_layers(path, keys, hf, tensors)
+        correlator = _read_correlator(keys, hf, model)
     _share_injections(files, model.n_layers)
     by_speculators = "speculators_model_type" in keys
     predicts_next = hf.sample_from_anchor
@@ -233,6 +238,7 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
         selector_rank=hf.selector_rank,
         selector_top=hf.selector_top_k,
         transfer_rank=hf.transfer_rank,
+        correlator=correlator,
         markov_rank=hf.markov_rank or 0,
         markov_gated=bool(hf.markov_rank) and hf.markov_head_type == "gated",
         confidence=_inputs_of(files, "confidence_head.proj.weight"),
@@ -322,6 +328,26 @@ def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> 
     )
 
 
+def _read_correlator(keys: dict, hf: HFBlockHead, model: BlockModel) -> HFCorrelator | None:
+    """Read the settings of LiLiCorr's correlator, if there is one. Raises: ValueError."""
+    named = any(name.startswith("lilicorr_") for name in keys)
+    if not named and hf.projector_type != "lilicorr":
+        return None
+    found = read_fields(keys, HFCorrelator)
+    width = found.lilicorr_hidden_size or model.dim
+    heads = found.lilicorr_num_heads
+    if width % heads:
+        raise ValueError(
+            f"lilicorr_num_heads must divide lilicorr_hidden_size ({width}); it is {heads}"
+        )
+    top = found.lilicorr_candidate_topk
+    if top > model.vocab_size:
+        raise ValueError(
+            f"lilicorr_candidate_topk must be at most vocab_size ({model.vocab_size}); it is {top}"
+        )
+    return found
+
+
 def read_vocab(files: TensorSource, config: BlockConfig, device: torch.device) -> DraftVocab | None:
     """Return the tokens that a drafter drafts; None: all of the target's.
 
@@ -392,6 +418,12 @@ def _check_weights(files: TensorSource, config: BlockConfig) -> None:
             f"{path}: markov_rank is {config.markov_rank}, and the weights have rank {rank}; "
             "correct config.json"
         )
+    own_tables = config.own_embedding or config.own_lm_head
+    if config.correlator and (own_tables or config.predicts_next or config.scores_pairs):
+        raise ValueError(
+            f"{path}: LiLiCorr reads the target's embedding and LM head behind DFlash, and this "
+            "head has tables, a bias or a selector of its own; use another head"
+        )
     if config.confidence not in (0, dim, dim + rank):
         raise ValueError(
             f"{path}: confidence_head takes {config.confidence} inputs; it must be hidden_size "
@@ -401,7 +433,7 @@ def _check_weights(files: TensorSource, config: BlockConfig) -> None:
 
 def _print_notes(path: Path, keys: dict) -> None:
     """Print the keys of config.json that have no effect here."""
-    records = (HFArchitecture, HFConfig, HFSwiGLU, HFBlockHead, HFNestedBlockHead)
+    records = (HFArchitecture, HFConfig, HFSwiGLU, HFBlockHead, HFNestedBlockHead, HFCorrelator)
     known = NEUTRAL | TRAINING | OFF.keys()
     known |= {declared.name for record in records for declared in fields(record)}
     unknown = sorted(keys.keys() - known)
@@ -430,6 +462,11 @@ def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:
         names["codes.weight"] = ("transfer_codes",)
         last = f"layers.{config.model.n_layers - 1}."
         names |= layer_names("", last, config.model.injected(), config.model.names)
+    if config.correlator:
+        with torch.device("meta"):
+            correlator = Correlator(config.correlator, config.model, config.levels)
+        parts = [name for name, _ in correlator.named_parameters()]
+        names |= {f"correlator.{name}": (f"lilicorr.{name}",) for name in parts}
     if config.selector_rank:
         names |= {
             "selector_before.weight": ("candidate_selector.predecessor_codebook",),

@@ -62,7 +62,9 @@ from ops.formats import FORMATS, Encoder
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
-LAYOUTS = "EAGLE-1 to 3, P-EAGLE, DFlash, DFlash2, JetSpec, DSpark, DSpine, Medusa and Hydra"
+LAYOUTS = (
+    "EAGLE-1 to 3, P-EAGLE, DFlash, DFlash2, JetSpec, DSpark, DSpine, LiLiCorr, Medusa and Hydra"
+)
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
 LAYERS = Rule(

@@ -137,9 +137,10 @@ def faults(config: EagleConfig | BlockConfig, layout: str) -> dict[str, bool]:
     }
     if isinstance(config, BlockConfig):
         return both | {
-            "is no DFlash or DFlash2 (a bias of tokens, codes, a confidence)": any(
+            "is no DFlash or DFlash2 (a bias of tokens, codes, a confidence, a correlator)": any(
                 (config.markov_rank, config.transfer_rank, config.confidence, config.predicts_next)
-            ),
+            )
+            or config.correlator is not None,
             "is causal (JetSpec)": config.causal,
             "has windows": bool(model.sliding_layers),
             "has convolutions or a selector, and not both": (

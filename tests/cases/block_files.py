@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draft_tree import DecodedTokens, StaticTree
 from drafters import DrafterUpdate, DraftInputs, TreeDrafter
-from extras.block_draft import BlockDrafter, SparkDrafter, load_head
+from extras.block_draft import BlockDrafter, SparkDrafter, kind_of, load_head
 from helpers import GOLDEN, golden_target
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128
@@ -95,8 +95,7 @@ def recorded(file: str = "trace") -> dict[str, Tensor]:
 def drafter_of(path: Path, tree=None) -> BlockDrafter:
     target = golden_target(TARGET)
     head = load_head(path, target)
-    kind = SparkDrafter if head.config.scores_pairs else BlockDrafter
-    return kind(head, target, tree or StaticTree.chain(LEVELS))
+    return kind_of(head.config)(head, target, tree or StaticTree.chain(LEVELS))
 
 
 def drafts(drafter: TreeDrafter) -> Iterator[tuple[Any, DraftInputs]]:

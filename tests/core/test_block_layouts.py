@@ -325,6 +325,88 @@ def test_wrong_files_of_dspine(changes, tensors, message, tmp_path):
     assert_refused(path, message)
 
 
+# ----------------------------------------------------------------------------------------- LiLiCorr
+
+LILICORR = {  # keys beside the layers', as Model-Optimizer's exporter writes them
+    "architectures": ["LiLiCorrDraftModel"], "block_size": 6, "num_target_layers": 8, "rope_theta": 10000.0,
+    "dflash_config": {
+        "mask_token_id": 127, "target_layer_ids": [0, 1, 3, 4, 6], "causal": False, "projector_type": "lilicorr",
+        "lilicorr_enabled": True, "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 32, "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 4, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 8, "lilicorr_vector_eps": 1e-4,
+        "lilicorr_logit_scale": 8.0,
+    },
+}  # fmt: skip
+
+
+def correlator_shapes() -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a correlator."""
+    shapes = {
+        "slot_embedding": (1, 1, 5, 1, 32), "rank_embedding": (1, 1, 1, 4, 32), "relative_slot_bias": (4, 11),
+        "same_slot_bias": (4,), "output_norm.weight": (32,), "anchor_norm.weight": (32,),
+    }  # fmt: skip
+    linear = {
+        "token_proj": (32, 64), "pass_hidden_proj": (32, 64), "context_proj": (32, 64), "factor_input_proj": (32, 96),
+        "feature_mlp.0": (5,), "feature_mlp.1": (32, 5), "feature_mlp.3": (32, 32),
+        "in_head": (8, 32), "out_head": (8, 32), "anchor_out_head": (8, 32),
+    }  # fmt: skip
+    for layer in ("layers.0.", "layers.1."):
+        linear |= {f"{layer}attn.out_proj": (32, 32), f"{layer}mlp.0": (64, 32), f"{layer}mlp.2": (32, 64)}  # fmt: skip
+        shapes |= {f"{layer}attn.in_proj_weight": (96, 32), f"{layer}attn.in_proj_bias": (96,)}
+        shapes |= {f"{layer}{name}_norm.weight": (32,) for name in ("attn", "mlp")}
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return {f"lilicorr.{name}": shape for name, shape in shapes.items()}
+
+
+def write_lilicorr(path: Path, changes: dict | None = None, **tensors) -> Path:
+    """Write a LiLiCorr head. changes: to dflash_config; tensors: as for `write_head`"""
+    flags = LILICORR["dflash_config"] | (changes or {})
+    held = random_weights(shapes_of_layers() | correlator_shapes())
+    return write_files(path, LAYER | FULL | LILICORR | {"dflash_config": flags}, held | tensors)
+
+
+def test_lilicorr_scores_the_lattice(tmp_path):
+    """The pairs of the official module on the same candidates, and its greedy path."""
+    drafter = drafter_of(write_lilicorr(tmp_path / "head"))
+    official = recorded("lilicorr")
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        out, _ = drafter.root_output(state, inputs)
+        assert torch.equal(out.ids[0], official["candidates"][number])
+        assert (out.pairs[0, 0] - official["start"][number]).abs().max() < 1e-4
+        assert (out.pairs[0, 1:] - official["pairs"][number]).abs().max() < 1e-4
+        path = drafter.propose(state, inputs).tokens[0, 1:]
+        assert path.tolist() == official["tokens"][number].tolist()
+    alone, _ = drafter.root_output(state._replace(anchor=torch.zeros(1, 1, 64)), inputs)
+    assert (alone.pairs[0, 1:] - official["pairs.alone"]).abs().max() < 1e-4
+    assert (alone.pairs - out.pairs).abs().max() > 0.1
+
+
+def test_the_nodes_of_a_level_have_their_own_scores(tmp_path):
+    """Of a tree with fewer levels, too. Behind a token outside of the lattice all of its tokens have one score."""
+    drafter = drafter_of(write_lilicorr(tmp_path / "head"), StaticTree.chain(2))
+    state, inputs = next(drafts(drafter))
+    out, _ = drafter.root_output(state, inputs)
+    outside = min({*range(9)} - {*out.ids[0, 0].tolist()})
+    tokens = torch.tensor([[int(out.ids[0, 0, 3]), outside]])
+    out = drafter.forward_nodes(state, SimpleNamespace(tokens=tokens), out, None, None)
+    z = drafter.logits_of(out, 1)[0]
+    assert torch.equal(z[:, out.ids[0, 1]], torch.stack((out.pairs[0, 1, 3], torch.zeros(4))))
+    assert (z > -1e29).sum() == 8
+
+
+@pytest.mark.parametrize("changes, tensors, message", [
+    ({"lilicorr_vector_eps": None}, {}, "the key 'lilicorr_vector_eps' is missing"),
+    ({"lilicorr_enabled": False}, {}, "lilicorr_enabled must be true"),
+    ({"lilicorr_num_heads": 3}, {}, r"must divide lilicorr_hidden_size \(32\); it is 3"),
+    ({"lilicorr_candidate_topk": 129}, {}, r"at most vocab_size \(128\); it is 129"),
+    ({"lilicorr_hidden_size": 0}, {}, "unexpected weight.*lilicorr.token_proj"),
+    ({}, {"lilicorr.same_slot_bias": None}, "missing weight.*lilicorr.same_slot_bias"),
+    ({}, {"lm_head.weight": torch.zeros(128, 64)}, "this head has tables, a bias or a selector of its own"),
+])  # fmt: skip
+def test_wrong_files_of_lilicorr(changes, tensors, message, tmp_path):
+    assert_refused(write_lilicorr(tmp_path / "head", changes, **tensors), message)
+
+
 # ------------------------------------------------------------------------------------------ P-EAGLE
 
 PEAGLE = {
@@ -513,6 +595,7 @@ def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
     ("dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
     ("dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
     ("dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
+    ("dflash", {}, {"lilicorr.same_slot_bias": torch.zeros(4)}, r"1 unexpected weight\(s\): lilicorr.same_slot_bias"),
     ("dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
     ("dflash", {"target_layers": [1, 2, 4, 5, 9]}, {}, "target_layer_ids must ascend"),
     ("dflash", {"target_layers": []}, {}, "metadata dflash.target_layers is missing"),
@@ -534,6 +617,7 @@ SETTINGS = {
 WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} | {
     "z-lab": write_zlab,
     "dspine": write_dspine,
+    "lilicorr": write_lilicorr,
     "peagle": write_peagle,
 }
 
@@ -572,20 +656,24 @@ def write_trained(path: Path, kind: str) -> Path:
         config = json.loads((path / "config.json").read_text())
         config |= WINDOW | {"sliding_window": 12, "is_causal": kind == "dspine"}
         held = load_file(path / "model.safetensors")
-    if kind == "dflash2":
+    if kind in ("dflash2", "lilicorr"):
         config |= {
             name: ZLAB["dflash_config"][name] for name in ("conv_kernel_size", "conv_group_size")
         }
+        identity = torch.tensor([1.0, 0.0, 0.0])[None, :, None]
+        for name in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
+            held[f"{name}.base_kernel"] = identity + small(2, 3, 64)
+            held[f"{name}.kernel_projection.weight"] = small(48, 64)
+    if kind == "dflash2":
         config |= {"selector_rank": 8, "selector_top_k": 6}
         held |= {
             f"candidate_selector.{name}_codebook": small(128, 8)
             for name in ("predecessor", "successor")
         }
         held["candidate_selector.hidden_projection.weight"] = small(8, 64)
-        identity = torch.tensor([1.0, 0.0, 0.0])[None, :, None]
-        for name in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
-            held[f"{name}.base_kernel"] = identity + small(2, 3, 64)
-            held[f"{name}.kernel_projection.weight"] = small(48, 64)
+    if kind == "lilicorr":
+        config |= {"dflash_config": config.get("dflash_config", {}) | LILICORR["dflash_config"]}
+        held |= first_of_each_level()
     if kind == "dspine":
         config["dspine_config"] = DSPINE["dspine_config"]
         held |= {"injection.message.weight": small(32, 32), "injection.bias": small(32)}
@@ -601,13 +689,27 @@ def write_trained(path: Path, kind: str) -> Path:
     return write_files(path, config, held)
 
 
+def first_of_each_level() -> dict[str, torch.Tensor]:
+    """A correlator that prefers the best token of each level."""
+    held = {name: small(*shape) for name, shape in correlator_shapes().items()}
+    one = torch.tensor([1.0] + [0.0] * 7)
+    ranks = torch.tensor([1.0, -1, -1, -1])[:, None]
+    held["lilicorr.rank_embedding"] = ranks.repeat(1, 1, 1, 1, 32)
+    held["lilicorr.output_norm.weight"] = torch.ones(32)
+    held["lilicorr.factor_input_proj.weight"] = torch.eye(32, 96)
+    held["lilicorr.in_head.weight"] = one[:, None].repeat(1, 32)
+    for name in ("out_head", "anchor_out_head"):
+        held[f"lilicorr.{name}.bias"] = one.clone()
+    return held
+
+
 CHAIN = ("chain", 0.0, {"dtype": "float32"})
 DYNAMIC = ("dynamic", 1.0, {"dtype": "bfloat16", "compile": True})
 
 
 @pytest.mark.parametrize("kind, tree, temperature, options", [
-    ("window", *CHAIN), ("dflash2", *DYNAMIC), ("dspine", *CHAIN), ("peagle", *DYNAMIC),
-    *slow([("window", *DYNAMIC), ("dflash2", *CHAIN), ("dspine", *DYNAMIC), ("peagle", *CHAIN)]),
+    ("window", *CHAIN), ("dflash2", *DYNAMIC), ("dspine", *CHAIN), ("lilicorr", *DYNAMIC), ("peagle", *DYNAMIC),
+    *slow([("window", *DYNAMIC), ("dflash2", *CHAIN), ("dspine", *DYNAMIC), ("lilicorr", *CHAIN), ("peagle", *CHAIN)]),
 ])  # fmt: skip
 def test_accepted_drafts_are_vanillas_tokens(kind, temperature, options, tree, tmp_path):
     """Where paths of several tokens are accepted."""
@@ -634,7 +736,7 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
         head.fused_layers = None
 
 
-@pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine"])
+@pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine", "lilicorr"])
 def test_quantized_copies_have_the_codes_of_loading(kind, tmp_path):
     """As quantize.py writes them: convolutions and tables of tokens stay as they are."""
     path = WRITERS[kind](tmp_path / "head")
@@ -649,7 +751,7 @@ def test_quantized_copies_have_the_codes_of_loading(kind, tmp_path):
 
 
 @pytest.mark.slow  # 15 s of tracing each
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "dspine", "peagle"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "dspine", "lilicorr", "peagle"])
 def test_compiled_as_on_cuda(traced, kind, tmp_path):
     """Sampled, two sequences: the tokens of the eager steps."""
     torch._dynamo.reset()
@@ -715,7 +817,7 @@ def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
 
 
 def test_files_of_speculators_have_no_notes(tmp_path, capsys):
-    for kind in (*FURTHER, "z-lab", "dspine"):
+    for kind in (*FURTHER, "z-lab", "dspine", "lilicorr"):
         load_head(WRITERS[kind](tmp_path / kind), golden_target(TARGET))
     load_eagle(write_peagle(tmp_path / "peagle", {"norm_output": None}), golden_target(TARGET))
     assert capsys.readouterr().err == ""
@@ -740,7 +842,7 @@ WRONG = [
     ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to the number of drafted tokens \(128\); it is 129"),
     ("dflash2", {"selector_rank": 9}, {}, "candidate_selector"),
     ("dflash2", {"selector_rank": None}, {}, r"3 unexpected weight\(s\): candidate_selector"),
-    ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2; it is 'domino'"),
+    ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2 or lilicorr; it is 'domino'"),
     ("dflash2", {"use_swa": True}, {}, "use_swa must be false"),
     ("dflash2", {"is_neox_style": False}, {}, "is_neox_style must be true; it is False"),
 ]  # fmt: skip
