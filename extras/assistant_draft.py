@@ -7,9 +7,11 @@
    tree grows, all of whose nodes have the root's position and see the same tokens.
 3. Those of E2B and E4B score the tokens of the best clusters alone, which centroids name.
 
-Source: transformers 5.24, models/gemma4_assistant, and `SinglePositionMultiTokenCandidateGenerator`.
-That one also shows the entry of a rejected token at the root's place; vLLM does not, nor does this.
-Trade-off: the LM head runs over all clusters. Not here: GGUF files, the assistant of 12B.
+Source: transformers 5.24, models/gemma4_assistant and its loop of drafts,
+`SinglePositionMultiTokenCandidateGenerator`. After a rejection that one also shows the rejected
+token's entry at the root's place; here nodes see confirmed tokens alone.
+Trade-off: with centroids, too, the LM head runs over all tokens, and the others' scores are
+dropped. Not here: GGUF files; the assistant of 12B, whose target is not served.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from base.fields import FLAG, integer, key, naming, read_fields, text_part
 from base.io import read_json
@@ -106,7 +108,7 @@ def sources_of(path: Path, model: Assistant, target: Any) -> tuple[int, ...]:
     """
     remedy = "use the assistant made for this target"
     require(isinstance(target, Gemma4), f"{path} is an assistant of Gemma 4, of no other; {remedy}")
-    check_sizes(path, model.target_dim, model.vocab_size, target, name="backbone_hidden_size")
+    check_sizes(path, model.target_dim, model.vocab_size, target, "backbone_hidden_size")
     own = [j for j in range(target.n_layers) if target.kv_source(j) == j]
     last = {j in target.sliding_layers: j for j in own}  # by whether they have a window
     sources = tuple(last.get(i in model.sliding_layers, -1) for i in range(model.n_layers))
@@ -114,7 +116,9 @@ def sources_of(path: Path, model: Assistant, target: Any) -> tuple[int, ...]:
         theirs = target.kv_shape(source) if source >= 0 else "none"
         ours = model.kv_shape(i)
         fault = f"{path}: layer {i} reads heads of keys (number, width) {ours}, "
-        require(ours == theirs, f"{fault}and the target's layers of its kind have {theirs}; {remedy}")
+        require(
+            ours == theirs, f"{fault}and the target's layers of its kind have {theirs}; {remedy}"
+        )
     return sources
 
 
@@ -169,9 +173,7 @@ class AssistantHead(EagleHead):
         return scores.masked_fill(chosen.index_select(2, self.cluster) == 0, -torch.inf)
 
 
-def load_head(
-    path: Path, target: Transformer, quant: Quantization | None = None
-) -> AssistantHead:
+def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> AssistantHead:
     """Load an assistant for its target, in the target's dtype and on its device.
 
     Raises: ValueError for one of another target, or broken files.
@@ -190,7 +192,7 @@ def load_head(
         names |= layer_names(beside, f"model.{beside}", model.layer(i), model.names)
     fill(head, target, files, names, quant, lambda name: name in (EMBEDDING, ORDER))
     if model.centroids:
-        order = files.read(ORDER).long()
+        order = files.read(ORDER).long() if ORDER in files.readers else torch.empty(0)
         whole = torch.equal(order.sort().values, torch.arange(model.vocab_size))
         require(whole, f"{path}: {ORDER} must name every token once; download it again")
         cluster = torch.empty_like(order)
@@ -202,7 +204,7 @@ def load_head(
 class AssistantState(NamedTuple):
     """What the next tree begins with."""
 
-    length: Tensor  # [B] int64, confirmed tokens
+    length: Tensor  # [B] int64, confirmed tokens, for presets that skip some (deferred.py)
     hidden: Tensor  # [B, 1, F], the target's feature of the last one
 
 

@@ -418,8 +418,8 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     width = dim
     if eagle3:
         width = eagle3.target_dim
-    name = "hidden_size" if width == dim else "target_hidden_size"
-    check_sizes(path, width, config.model.vocab_size, target, name)
+    own = "hidden_size" if width == dim else "target_hidden_size"
+    check_sizes(path, width, config.model.vocab_size, target, own)
     if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
         raise ValueError(
             f"{path}: hidden_size is {dim}, the target's is {width}; such a head needs its own "
@@ -429,14 +429,14 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
 
 
 def check_sizes(
-    path: Path, width: int, vocab_size: int, target: ModelConfig, name: str = "hidden_size"
+    path: Path, width: int, vocab_size: int, target: ModelConfig, key: str = "hidden_size"
 ) -> None:
     """Check that a head is of its target's sizes. Raises: ValueError for another model's.
 
-    width: of the features that it reads, by the key `name`
+    width: of the features that it reads, by `key` of config.json
     """
     for name, ours, theirs in (
-        (name, width, target.dim),
+        (key, width, target.dim),
         ("vocab_size", vocab_size, target.vocab_size),
     ):
         fault = f"{path}: {name} is {ours}, the target's is {theirs}"

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from test_gemma4 import CASES, KINDS, SIZES, random_model
 
 from generate import generate, load
@@ -16,7 +15,11 @@ from options import DEMO
 from tiny_models import IDS, refused, saved
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]  # longer than the window, which is of 8 tokens
-LAYERS = {"num_hidden_layers": 3, "layer_types": [KINDS[0], KINDS[0], KINDS[1]], "num_kv_shared_layers": 3}
+LAYERS = {
+    "num_hidden_layers": 3,
+    "layer_types": [KINDS[0], KINDS[0], KINDS[1]],
+    "num_kv_shared_layers": 3,
+}
 CENTROIDS = {
     "use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 3,
 }  # fmt: skip
@@ -26,7 +29,9 @@ CENTROIDS = {
 def random_assistant(case: str, options: dict | None = None, **keys):
     """keys: of its layers; options: further ones"""
     torch.manual_seed(1)
-    of_target = {name: v for name, v in CASES[case].items() if name.startswith(("attention", "num_global"))}
+    of_target = {
+        name: v for name, v in CASES[case].items() if name.startswith(("attention", "num_global"))
+    }
     keys = SIZES | of_target | {"hidden_size": 32, "final_logit_softcapping": None} | LAYERS | keys
     text = transformers.Gemma4TextConfig(**keys | {"vocab_size_per_layer_input": 0})
     config = transformers.Gemma4AssistantConfig(
@@ -73,7 +78,9 @@ def test_drafts_are_those_of_the_official_module(tmp_path, monkeypatch, case, op
     engine = load(**files, tree="chain:4", max_new_tokens=8, trace="-", device="cpu")
     assert engine.option("draft") == "assistant"
     drafter, seen = engine.drafter, []
-    monkeypatch.setattr(drafter, "logits", lambda out: seen.append(drafter.head.score(out)) or seen[-1])
+    monkeypatch.setattr(
+        drafter, "logits", lambda out: seen.append(drafter.head.score(out)) or seen[-1]
+    )
     for prompt in PROMPTS:
         seen.clear()
         tokens, logits = official(assistant, model, prompt, 4)
@@ -86,18 +93,17 @@ def test_drafts_are_those_of_the_official_module(tmp_path, monkeypatch, case, op
 
 @torch.no_grad()
 def hitting(case: str) -> tuple:
-    """A model whose next token follows from the one before it, and an assistant that knows it."""
-    model = random_model(**CASES[case], final_logit_softcapping=None)
-    assistant = random_assistant(case, hidden_size=64)
+    """A model whose next token mostly follows from the one before it, and an assistant that knows that."""
+    model = random_model(**CASES[case], final_logit_softcapping=None, tie_word_embeddings=False)
+    centroids = CENTROIDS | {"centroid_intermediate_top_k": 7}
+    assistant = random_assistant(case, centroids if case == "E2B" else {}, hidden_size=64)
     for name, p in [*model.named_parameters(), *assistant.named_parameters()]:
         if "post_" in name and "layernorm" in name or "per_layer_input_norm" in name:
-            p.mul_(0.1)
-    embedding = model.model.embed_tokens.weight
-    assistant.model.embed_tokens.weight.copy_(embedding)
+            p.mul_(0.4)
+    model.lm_head.weight.copy_(model.model.embed_tokens.weight[torch.randperm(96)])
+    assistant.model.embed_tokens.weight.copy_(model.lm_head.weight)
     assistant.model.norm.weight.copy_(model.model.norm.weight)
     assistant.pre_projection.weight.mul_(0.02)[:, :64] += torch.eye(64)
-    scales = torch.tensor([layer.layer_scalar.item() for layer in model.model.layers])
-    print(scales)
     return model, assistant
 
 
@@ -125,7 +131,7 @@ def test_every_tree_gives_vanillas_tokens(pairs, case, tree, form, temperature, 
     if form != "none":
         options["dtype"] = "bfloat16"
     if form.startswith("int"):
-        options |= {"quant": form, "group_size": 32 if form == "int4" else 0}
+        options |= {"quant": form, "group_size": 32 if form == "int4" else 0, "kv": "int8"}
     want = generate(load(draft="none", **options), PROMPTS[:batch]).tokens
     engine = load(head=str(pairs / case / "a"), tree=tree, **options)
     if tree == "auto":  # no clock counts
@@ -135,8 +141,11 @@ def test_every_tree_gives_vanillas_tokens(pairs, case, tree, form, temperature, 
     assert found.stats["tau"] > 1.5
 
 
+def without(held: dict, name: str) -> dict:
+    return {other: value for other, value in held.items() if other != name}
+
+
 def test_another_target_is_refused(tmp_path, capsys):
-    """A directory is named in one line."""
     path = tmp_path / "a"
     random_model().save_pretrained(tmp_path / "m")
 
@@ -152,9 +161,12 @@ def test_another_target_is_refused(tmp_path, capsys):
     assert "backbone_hidden_size is 128, the target's is 64" in refusal(target, assistant, wide)
     error = refusal(target, assistant, {"num_centroids": 7})
     assert "num_centroids (7) must divide vocab_size (96)" in error
-    zeros = {"masked_embedding.token_ordering": torch.zeros(96).long()}
-    error = refusal(target, assistant, tensors=lambda held: held | zeros)
-    assert "token_ordering must name every token once" in error
+    order = "masked_embedding.token_ordering"
+    for found in ({}, {order: torch.zeros(96).long()}):
+        error = refusal(
+            target, assistant, tensors=lambda held, found=found: without(held, order) | found
+        )
+        assert f"{order} must name every token once" in error
     error = refusal(target, random_assistant("E2B", global_head_dim=64))
     assert "layer 2 reads heads of keys (number, width) (2, 64), and the target's" in error
     error = refusal(target, random_assistant("E2B", num_key_value_heads=4))
