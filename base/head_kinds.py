@@ -82,8 +82,9 @@ def head_kind(path: Path) -> str:
             )
         return kind
     raw = read_json(path / "config.json")
-    if raw.get("model_type") in (*MODEL_TYPES,):
-        return MODEL_TYPES[raw["model_type"]]
+    kind = MODEL_TYPES.get(str(raw.get("model_type")))
+    if kind:
+        return kind
     mark_of = {}  # kind -> its marks
     for kind, (keys, beginning) in MARKS.items():
         marks = [f"the key {key}" for key in keys if key in raw]

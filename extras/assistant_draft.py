@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +26,19 @@ from torch import Tensor
 from base.fields import FLAG, integer, key, naming, read_fields, text_part
 from base.io import read_json
 from base.parsing import require
-from draft_tree import DraftTree, DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
-from eagle_draft import EagleHead, fill
+from draft_tree import DraftTree
+from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from eagle_draft import EagleDrafter, EagleHead, EagleState, fill
 from extras.level_draft import head_options
 from hf.checkpoint import Quantization
 from hf.config import EMBEDDING, LM_HEAD, open_source
 from hf.heads import EagleConfig, check_sizes
 from hf.weights import check_layers, layer_names
-from kv_cache import KVCache, Window, sliding
+from kv_cache import KVCache, Window, causal_window, sliding
 from linear import Linear
 from model import Transformer, run_layers, windows_of
 from models.gemma4 import Gemma4, read_config
 from models.keys import WIDTH
-from ops.tree import Frontier
 from options import GenerateConfig
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype
@@ -84,10 +83,6 @@ def read_assistant(path: Path) -> Assistant:
     with naming(file):
         own = read_fields(raw, HFAssistant)
         layers = read_config(text, "Gemma4ForCausalLM")
-        require(
-            not layers.per_layer_dim and not layers.n_experts,
-            "an assistant has neither experts nor inputs of each layer; use its own config.json",
-        )
     count = own.num_centroids
     fault = f"{file}: num_centroids ({count}) must divide vocab_size ({layers.vocab_size})"
     fault += ", and be no less than centroid_intermediate_top_k"
@@ -111,23 +106,24 @@ def sources_of(path: Path, model: Assistant, target: Any) -> tuple[int, ...]:
     check_sizes(path, model.target_dim, model.vocab_size, target, "backbone_hidden_size")
     own = [j for j in range(target.n_layers) if target.kv_source(j) == j]
     last = {j in target.sliding_layers: j for j in own}  # by whether they have a window
-    sources = tuple(last.get(i in model.sliding_layers, -1) for i in range(model.n_layers))
-    for i, source in enumerate(sources):
-        theirs = target.kv_shape(source) if source >= 0 else "none"
+    sources = []
+    for i in range(model.n_layers):
+        source = last.get(i in model.sliding_layers)
         ours = model.kv_shape(i)
-        fault = f"{path}: layer {i} reads heads of keys (number, width) {ours}, "
-        require(
-            ours == theirs, f"{fault}and the target's layers of its kind have {theirs}; {remedy}"
-        )
-    return sources
+        theirs = "none" if source is None else target.kv_shape(source)
+        fault = f"{path}: layer {i} reads heads of keys (number, width) {ours}, and the target's "
+        require(ours == theirs, f"{fault}layers of its kind have {theirs}; {remedy}")
+        sources.append(source)
+    return tuple(sources)
 
 
 class AssistantHead(EagleHead):
     """An assistant as a head. Outputs hold the LM head's input, and behind it the next feature."""
 
-    def __init__(self, model: Assistant, sources: tuple[int, ...]):
-        """sources: by layer, that of the target whose cache it reads"""
+    def __init__(self, model: Assistant, target: Gemma4, sources: tuple[int, ...]):
+        """target: its config; sources: its layers whose cache the assistant's layers read"""
         super().__init__(EagleConfig(model, fc_bias=False))
+        self.embedding_scale = target.embedding_scale
         self.sources = sources
         self.lm_head = Linear(model.dim, model.vocab_size, bias=False, fp32_out=True)
         if model.centroids:
@@ -149,15 +145,22 @@ class AssistantHead(EagleHead):
     def forward(
         self, embedded: Tensor, features: Tensor, positions: Tensor, cache: KVCache, window: Window
     ) -> Tensor:
-        """Run the layers; operands as for `EagleHead`, the cache is the target's.
+        """Run over nodes, all of which stand at the root's place, and see the tokens before it.
 
+        features: the target's, or outputs; cache: the target's; window: begins at the root
         Returns: [B, T, dim + F] in the weights' dtype.
         """
         model = self.config.model
-        windows = windows_of((), window, self.backend)
+        places = window.start[:, None].expand_as(positions)
+        # the last token before the root is in the mask, where attention wants one at least
+        start = (window.start - 1).clamp(min=0)  # only an idle sequence has a root at 0
+        seen = torch.ones(*places.shape, 1, dtype=torch.bool, device=places.device)  # [B, T, 1]
+        windows = windows_of((), Window(places, start, seen), self.backend)
         # the official mask shows one token more than the target's window
         windows[model.window] = sliding(windows[0], model.window + 1)
-        rows = self.start(embedded, features, positions).put("windows", windows)
+        embedded = to_stream_dtype(embedded) * self.embedding_scale
+        rows = self.start(embedded, features[..., -model.target_dim :], places)
+        rows = rows.put("windows", windows)
         rows, _ = run_layers(self.layers, rows, replace_fields(cache, sources=self.sources))
         return run_steps(self.last, self, rows).h.to(self.dtype)
 
@@ -183,7 +186,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     files = open_source(path)
     check_layers(model, files)
     with torch.device("meta"):
-        head = AssistantHead(model, sources)
+        head = AssistantHead(model, target.config, sources)
     held = {name for name, _ in head.named_parameters()}
     names = {name: parts for name, parts in NAMES.items() if name in held}
     names["lm_head.weight"] = (LM_HEAD if LM_HEAD in files.readers else EMBEDDING,)
@@ -201,84 +204,36 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     return head
 
 
-class AssistantState(NamedTuple):
-    """What the next tree begins with."""
+class AssistantDrafter(EagleDrafter):
+    """Drafts with an `AssistantHead`. Its state has the target's cache while it drafts, or none."""
 
-    length: Tensor  # [B] int64, confirmed tokens, for presets that skip some (deferred.py)
-    hidden: Tensor  # [B, 1, F], the target's feature of the last one
+    def fuse(self, enable: bool) -> None:
+        """Leave its passes as they are."""
 
-
-class DraftingState(NamedTuple):
-    """What the passes of a tree read."""
-
-    hidden: Tensor  # of `AssistantState`
-    cache: KVCache  # the target's
-
-
-class AssistantDrafter(TreeDrafter):
-    """Drafts chains, static or dynamic trees with an `AssistantHead`."""
-
-    def __init__(
-        self,
-        head: AssistantHead,
-        target: Transformer,
-        tree: DynamicTree | StaticTree,
-        **options: Any,
-    ):
-        """Attach an assistant to its target. options: those of `TreeDrafter`"""
-        super().__init__(target, tree, **options)
-        self.head = head
-        self.layers = head.layers
-        self.embedding = target.embedding
-        self.embedding_scale = target.embedding_scale
-
-    def init(self, batch: int, slots: int) -> AssistantState:
+    def init(self, batch: int, slots: int) -> EagleState:
         """Make an empty state."""
         length = torch.zeros(batch, dtype=torch.long, device=self.device)
         width = self.head.config.model.target_dim
         hidden = torch.zeros(batch, 1, width, dtype=self.head.dtype, device=self.device)
-        return AssistantState(length, hidden)
+        return EagleState((), length, hidden)
 
-    def extend(self, state: AssistantState, update: DrafterUpdate) -> AssistantState:
-        """Keep the feature of the last confirmed token."""
+    def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
+        """Keep the target's feature of the last confirmed token."""
         count = update.count
         last = (count - 1).clamp(min=0)[:, None, None].expand_as(state.hidden)
         latest = update.features.gather(1, last)  # [B, 1, F]
         hidden = torch.where(count[:, None, None] > 0, latest, state.hidden)
-        return AssistantState(state.length + count, hidden)
+        return EagleState((), state.length + count, hidden)
 
-    def rewind(self, state: AssistantState, length: Tensor) -> AssistantState:
-        """Forget all but the first `length` tokens."""
-        return replace_fields(state, length=length)
-
-    def propose(self, state: AssistantState, inputs: DraftInputs) -> DraftTree:
+    def propose(self, state: EagleState, inputs: DraftInputs) -> DraftTree:
         """Propose a tree. Writes: nothing."""
-        return super().propose(DraftingState(state.hidden, inputs.cache), inputs)
+        return super().propose(replace_fields(state, cache=inputs.cache), inputs)
 
-    def root_output(self, state: DraftingState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         pos = inputs.text.pos
-        return self._run(state, inputs.text.root[:, None], state.hidden, pos), pos
-
-    def forward_nodes(
-        self,
-        state: DraftingState,
-        frontier: Frontier,
-        out: Tensor,
-        positions: Tensor,
-        window: Window,
-    ) -> Tensor:
-        features = out[..., self.head.config.model.dim :]
-        index = frontier.parent[:, :, None].expand(-1, -1, features.shape[2])
-        return self._run(state, frontier.tokens, features.gather(1, index), window.start)
-
-    def _run(self, state: DraftingState, tokens: Tensor, features: Tensor, pos: Tensor) -> Tensor:
-        embedded = to_stream_dtype(self.embedding(tokens)) * self.embedding_scale  # [B, R, F]
-        positions = pos[:, None].expand_as(tokens)
-        # the confirmed tokens, of which the window holds the last: attention wants one there
-        start = (pos - 1).clamp(min=0)  # only an idle sequence has a root at 0
-        seen = torch.ones(*tokens.shape, 1, dtype=torch.bool, device=pos.device)  # [B, R, 1]
-        window = Window(positions, start, seen)
-        return self.head(embedded, features, positions, state.cache, window)
+        window = causal_window(pos, 1, backend=self.backend)
+        embedded = self.embedding(inputs.text.root[:, None])
+        return self.head(embedded, state.hidden, window.slots, state.cache, window), pos
 
     def logits(self, out: Tensor) -> Tensor:
         return self.head.score(out)

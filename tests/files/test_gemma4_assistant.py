@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from test_gemma4 import CASES, KINDS, SIZES, random_model
+from test_gemma4 import CASES, KINDS, SIZES, random_model, randomized
 
 from generate import generate, load
 from helpers import InTurn, slow
@@ -16,38 +16,23 @@ from tiny_models import IDS, refused, saved
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]  # longer than the window, which is of 8 tokens
 LAYERS = {
-    "num_hidden_layers": 3,
-    "layer_types": [KINDS[0], KINDS[0], KINDS[1]],
-    "num_kv_shared_layers": 3,
-}
-CENTROIDS = {
-    "use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 3,
+    "hidden_size": 32, "num_hidden_layers": 3, "layer_types": [KINDS[0], *KINDS], "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": 0, "final_logit_softcapping": None,
 }  # fmt: skip
+CENTROIDS = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 3}
 
 
-@torch.no_grad()
 def random_assistant(case: str, options: dict | None = None, **keys):
     """keys: of its layers; options: further ones"""
     torch.manual_seed(1)
-    of_target = {
-        name: v for name, v in CASES[case].items() if name.startswith(("attention", "num_global"))
-    }
-    keys = SIZES | of_target | {"hidden_size": 32, "final_logit_softcapping": None} | LAYERS | keys
-    text = transformers.Gemma4TextConfig(**keys | {"vocab_size_per_layer_input": 0})
-    config = transformers.Gemma4AssistantConfig(
-        text_config=text, **{"backbone_hidden_size": 64} | (options or {})
-    )
-    model = transformers.Gemma4AssistantForCausalLM._from_config(
-        config, attn_implementation="eager"
-    )
-    for name, p in [*model.float().named_parameters(), *model.named_buffers()]:
-        if name.endswith("layer_scalar"):
-            p.uniform_(0.5, 1.5)
-        elif name.endswith("token_ordering"):
-            p.copy_(torch.randperm(len(p)))
-        elif "inv_freq" not in name and "embed_scale" not in name:
-            p.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    return model.eval()
+    heads = {name: v for name, v in CASES[case].items() if name.startswith(("att", "num_glob"))}
+    text = transformers.Gemma4TextConfig(**SIZES | heads | LAYERS | keys)
+    options = {"backbone_hidden_size": 64} | (options or {})
+    config = transformers.Gemma4AssistantConfig(text_config=text, **options)
+    model = randomized(transformers.Gemma4AssistantForCausalLM, config)
+    if config.use_ordered_embeddings:
+        model.masked_embedding.token_ordering = torch.randperm(96)
+    return model
 
 
 @torch.no_grad()
