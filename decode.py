@@ -340,7 +340,7 @@ class Cycle:
         """
         clock = StepClock(state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
-        tree, noise = draft(state)
+        tree, noise = draft(cache, state)
         state, update, report = verify(cache, state, tree, noise)
         state = extend(state, update)
         return state, update, self.backend.with_times(report, clock.times)
@@ -352,7 +352,7 @@ class Cycle:
         copy_into(state, new)
         return state
 
-    def draft(self, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
+    def draft(self, cache: KVCache, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = None
         rule = state.sampling.needed(self.mode)
@@ -363,7 +363,7 @@ class Cycle:
             rows = self.drafter.depth + 1
             noise = sampling.gumbel(rule, state.draws, rows, vocab, backend=self.backend)
         text = DecodedTokens(state.tokens, state.pos)
-        inputs = DraftInputs(noise, text, rule, state.draws)
+        inputs = DraftInputs(noise, text, rule, state.draws, cache=cache)
         return self.drafter.propose(state.drafter_state, inputs), noise
 
     def verify(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import sampling
 from base.tree_paths import MAX_NODES
 from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, StaticTree
-from kv_cache import Window
+from kv_cache import KVCache, Window
 from model import Transformer
 from observer import Observer
 from ops.backends import TORCH, Backend, use_backend
@@ -41,6 +41,7 @@ class DraftInputs(NamedTuple):
     draws: Tensor | None = None  # [B] int64, tokens drawn in each conversation so far
     # masks the children of nodes, and follows the nodes that run; None: all tokens may follow
     guide: Any = None
+    cache: KVCache | None = None  # the target's; slots below the root's hold the text
 
 
 class Drafter:

@@ -20,6 +20,7 @@ MARKS = {
     "hydra": (("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"), "hydra_lm_head."),
     "block": (("dflash_config", "block_size"), ""),
 }
+MODEL_TYPES = {"gemma4_assistant": "assistant"}  # of config.json
 ARCHITECTURES = {"eagle3": "eagle", "dflash": "block"}  # of GGUF files
 FIRST_NORM = "blk.0.attn_norm.weight"  # of a model; llama.cpp's files of an MTP layer alone lack it
 MOST_HEADER = 10**8  # bytes of a safetensors file's names, as in safetensors
@@ -67,7 +68,7 @@ def _names_in(path: Path) -> bytes | None:
 
 
 def head_kind(path: Path) -> str:
-    """Return the kind of the head in a directory or a GGUF file: eagle, medusa, hydra, block, mtp.
+    """Return the kind of the head in a directory or a GGUF file, a value of `--draft`.
 
     Raises: ValueError for a missing or broken config.json, for files of several kinds, and for a
     GGUF file that holds a model.
@@ -81,6 +82,9 @@ def head_kind(path: Path) -> str:
             )
         return kind
     raw = read_json(path / "config.json")
+    kind = MODEL_TYPES.get(str(raw.get("model_type")))
+    if kind:
+        return kind
     mark_of = {}  # kind -> its marks
     for kind, (keys, beginning) in MARKS.items():
         marks = [f"the key {key}" for key in keys if key in raw]

@@ -38,6 +38,9 @@ DRAFTERS = {
     "hydra": DraftMethodSpec("extras.hydra_draft", head=True),
     "block": DraftMethodSpec("extras.block_draft", head=True),
     MTP: DraftMethodSpec("extras.mtp_draft", head=True, source="MTP layer"),
+    "assistant": DraftMethodSpec(
+        "extras.assistant_draft", head=True, many_ranks=False, source="assistant"
+    ),
     "ngram": DraftMethodSpec(
         "extras.ngram_draft",
         trees=(),

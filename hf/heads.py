@@ -420,7 +420,8 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     width = dim
     if eagle3:
         width = eagle3.target_dim
-    check_sizes(path, width, config.model.vocab_size, target, projected=width != dim)
+    own = "hidden_size" if width == dim else "target_hidden_size"
+    check_sizes(path, width, config.model.vocab_size, target, own)
     if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
         raise ValueError(
             f"{path}: hidden_size is {dim}, the target's is {width}; such a head needs its own "
@@ -430,13 +431,12 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
 
 
 def check_sizes(
-    path: Path, width: int, vocab_size: int, target: ModelConfig, projected: bool = False
+    path: Path, width: int, vocab_size: int, target: ModelConfig, key: str = "hidden_size"
 ) -> None:
     """Check that a head is of its target's sizes. Raises: ValueError for another model's.
 
-    width: of the features that it reads; projected: its own is another
+    width: of the features that it reads, by `key` of config.json
     """
-    key = "target_hidden_size" if projected else "hidden_size"
     for name, ours, theirs in (
         (key, width, target.dim),
         ("vocab_size", vocab_size, target.vocab_size),

@@ -6,8 +6,8 @@
 3. E2B and E4B have an embedding for every layer, which a gate of the residual stream lets in.
 4. 26B-A4B has experts beside a dense feed-forward.
 
-Source: transformers 5.24, models/gemma4. Not here: pictures, sound; the assistant models, which
-draft by the target's cache.
+Source: transformers 5.24, models/gemma4. Not here: pictures, sound; the assistant models
+(extras/assistant_draft.py).
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ OF_KIND = {  # of a head
     "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
     "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
     "mtp": (f"mtp:{papers.CHAIN}", "mtp:dynamic", "mtp:auto"),
+    "assistant": (f"assistant:{papers.CHAIN}", "assistant:dynamic", "assistant:auto"),
 }
 
 

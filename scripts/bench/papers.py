@@ -214,6 +214,7 @@ OF_KIND = {
     "hydra": (CHAIN, "static", "dynamic"),
     "block": (CHAIN, "dynamic"),
     "mtp": (CHAIN, "static", "dynamic"),
+    "assistant": (CHAIN, "dynamic"),
 }
 OF_MODEL = f"model:{CHAIN}"
 

@@ -701,7 +701,9 @@ def test_cycles_are_timed_with_rows_that_decode(monkeypatch):
 def next_tree(engine: Engine, session: Session) -> DraftTree:
     """The tree that the drafter would propose now, with its largest preset."""
     session.policy.before_step(session.view, len(engine.presets) - 1)
-    tree, _ = Cycle(engine, engine.drafter, session.mode).draft(session.state)
+    tree, _ = Cycle(engine, engine.drafter, session.mode).draft(
+        session.buffers.cache, session.state
+    )
     return tree
 
 

@@ -339,7 +339,9 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         next(fresh.decode_turn(texts))
         tokens = fresh.state.tokens[row, : pos + 1].tolist()
         assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = Cycle(engine, engine.drafter, fresh.mode).draft(fresh.state)
+        tree_again, _ = Cycle(engine, engine.drafter, fresh.mode).draft(
+            fresh.buffers.cache, fresh.state
+        )
         assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 

@@ -61,12 +61,16 @@ CASES = {
 def random_model(**options):
     torch.manual_seed(0)
     config = transformers.Gemma4TextConfig(**SIZES | options)
-    model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation="eager")
+    return randomized(transformers.Gemma4ForCausalLM, config)
+
+
+def randomized(kind, config):
+    model = kind._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, p in [*model.float().named_parameters(), *model.named_buffers()]:
             if name.endswith("layer_scalar") or p is not None and "scale" in name and p.dim() == 1:
                 p.uniform_(0.5, 1.5)
-            elif "inv_freq" not in name and "embed_scale" not in name:
+            elif not name.endswith(("inv_freq", "embed_scale", "token_ordering")):
                 p.normal_(1.0 if "norm" in name else 0.0, 0.2)
     return model.eval()
 
