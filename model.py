@@ -121,6 +121,8 @@ class ModelConfig:
     # (ours) the model that an inflated one stands for; it is printed with every result
     stand_in: str = ""
 
+    gates_shared = True  # of an architecture: the shared expert's result has a gate
+
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of the layers; `Rotate.rope` counts them."""
@@ -234,13 +236,15 @@ class ModelConfig:
 
     def shared_expert(self) -> tuple[Step, ...]:
         """Return the steps of the expert that all tokens share; its result waits for the others."""
+        gate: tuple[Step, ...] = ()
+        if self.gates_shared:
+            gate = (Project("shared_gate", self.dim, 1, source="normed", to="gate"), GateOutput())
         return (
             Copy("h", "normed"),
             Project("shared_w13", self.dim, 2 * self.shared_dim),
             Gate("silu"),
             Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
-            Project("shared_gate", self.dim, 1, source="normed", to="gate"),
-            GateOutput(),
+            *gate,
             Copy("h", "shared"),
             Copy("normed", "h"),
         )

@@ -29,7 +29,7 @@ from base.parsing import require
 from draft_tree import DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from eagle_draft import EagleDrafter, EagleHead, EagleState, fill
-from extras.level_draft import head_options
+from extras.level_draft import head_options, last_of
 from hf.checkpoint import Quantization
 from hf.config import EMBEDDING, LM_HEAD, open_source
 from hf.heads import EagleConfig, check_sizes
@@ -219,11 +219,8 @@ class AssistantDrafter(EagleDrafter):
 
     def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
         """Keep the target's feature of the last confirmed token."""
-        count = update.count
-        last = (count - 1).clamp(min=0)[:, None, None].expand_as(state.hidden)
-        latest = update.features.gather(1, last)  # [B, 1, F]
-        hidden = torch.where(count[:, None, None] > 0, latest, state.hidden)
-        return EagleState((), state.length + count, hidden)
+        hidden = last_of(update.features, update.count, state.hidden)
+        return EagleState((), state.length + update.count, hidden)
 
     def propose(self, state: EagleState, inputs: DraftInputs) -> DraftTree:
         """Propose a tree. Writes: nothing."""

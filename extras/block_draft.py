@@ -31,8 +31,7 @@ from base.io import is_gguf
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from eagle_draft import is_same_embedding
-from extras.level_draft import LevelDrafter, head_options, tree_of
-from extras.medusa_draft import last_of
+from extras.level_draft import LevelDrafter, head_options, last_of, tree_of
 from hf.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.heads import draft_lm_head, head_files

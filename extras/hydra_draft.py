@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from eagle_draft import EagleState
-from extras.level_draft import head_options, score_with, tree_of
-from extras.medusa_draft import FeatureState, empty_feature, last_of
+from extras.level_draft import head_options, last_of, score_with, tree_of
+from extras.medusa_draft import FeatureState, empty_feature
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, hydra_names, is_unused, read_hydra
 from hf.weights import Storage, load_weights

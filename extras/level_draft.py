@@ -7,7 +7,7 @@
    product of the distributions (DDTree, arXiv 2604.12989).
 3. When sampling, a level's scores carry the noise of its draw, as in every `TreeDrafter`.
 
-`head_options`, `score_with` and `tree_of` also serve Hydra, whose heads take turns.
+`head_options`, `last_of`, `score_with` and `tree_of` also serve heads that take turns, as Hydra's.
 Not here: the passes (medusa_draft.py).
 """
 
@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from base.parsing import require
@@ -53,6 +54,15 @@ class LevelDrafter(TreeDrafter):
     def logits_of(self, out: Tensor, level: int) -> Tensor:
         """Return a level's scores, which all its nodes share: [B, D, Vd] -> [B, 1, Vd]."""
         return out[:, level, None]
+
+
+def last_of(rows: Tensor, count: Tensor, before: Tensor) -> Tensor:
+    """Return the last real row of each sequence; where there is none, the one before.
+
+    rows: [B, R, F]; count: [B] int64, real rows; before: [B, 1, F]
+    """
+    last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, rows.shape[2])
+    return torch.where(count[:, None, None] > 0, rows.gather(1, last), before)
 
 
 def head_options(

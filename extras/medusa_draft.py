@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
-from extras.level_draft import LevelDrafter, head_options, score_with, tree_of
+from extras.level_draft import LevelDrafter, head_options, last_of, score_with, tree_of
 from hf.checkpoint import Quantization, WeightFiles, saved_quantization
 from hf.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from hf.weights import Storage, load_weights
@@ -63,15 +63,6 @@ class FeatureState(NamedTuple):
 
     length: Tensor  # [B] int64, confirmed tokens
     hidden: Tensor  # [B, 1, F]
-
-
-def last_of(rows: Tensor, count: Tensor, before: Tensor) -> Tensor:
-    """Return the last real row of each sequence; where there is none, the one before.
-
-    rows: [B, R, F]; count: [B] int64, real rows; before: [B, 1, F]
-    """
-    last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, rows.shape[2])
-    return torch.where(count[:, None, None] > 0, rows.gather(1, last), before)
 
 
 def empty_feature(target: Transformer, batch: int) -> FeatureState:

@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from base.fields import FLAG, Rule, integer, key, positive, read_fields
 from model import ModelConfig, Mtp, Rope
-from models.gguf_names import LAYER, GgufLayout
+from models.gguf_names import LAYER, GgufLayout, same
 from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
-from steps import Copy, Gate, Project, Route, Step
+from steps import Route
 
 MTP_NAMES = {
     "fc": "eh_proj",
@@ -36,6 +34,8 @@ class Glm4Moe(ModelConfig):
 
     rotary_dim: int = 64  # partial_rotary_factor head_dim: elements of a head that RoPE turns
     share_scale: float = 1.0  # routed_scaling_factor
+
+    gates_shared = False
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -59,16 +59,6 @@ class Glm4Moe(ModelConfig):
 
     def route(self) -> Route:
         return replace(super().route(), sigmoid=True, share_scale=self.share_scale)
-
-    def shared_expert(self) -> tuple[Step, ...]:
-        return (
-            Copy("h", "normed"),
-            Project("shared_w13", self.dim, 2 * self.shared_dim),
-            Gate("silu"),
-            Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
-            Copy("h", "shared"),
-            Copy("normed", "h"),
-        )
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -138,10 +128,6 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
     }
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 GGUF = GgufLayout(
     layer={name: theirs for name, theirs in LAYER.items() if name != "ffn_norm"}
     | {
@@ -150,7 +136,7 @@ GGUF = GgufLayout(
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
-    changed={"exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", _same)},
+    changed={"exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", same)},
     nextn={
         "eh_proj": "eh_proj",
         "enorm": "enorm",

@@ -14,12 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig, Mtp, Rope
-from models.gguf_names import GgufLayout
+from models.gguf_names import GgufLayout, same
 from models.keys import EXPERTS, FULL, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from models.mixtral import counts
 from models.qwen import GGUF as QWEN2
@@ -256,10 +254,6 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
     }
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 GGUF = GgufLayout(
     layer=QWEN2.layer
     | {
@@ -276,8 +270,8 @@ GGUF = GgufLayout(
     changed=QWEN2.changed
     | {
         "ssm_a": ("linear_attn.A_log", lambda a: (-a.double()).log().float()),  # -exp(A_log)
-        "ssm_dt.bias": ("linear_attn.dt_bias", _same),
+        "ssm_dt.bias": ("linear_attn.dt_bias", same),
         "ssm_conv1d.weight": ("linear_attn.conv1d.weight", lambda x: x[:, None]),
-        "ssm_norm.weight": ("linear_attn.norm.weight", _same),
+        "ssm_norm.weight": ("linear_attn.norm.weight", same),
     },
 )

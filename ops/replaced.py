@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
-    "model.py": "080f35e6",
+    "model.py": "c3e7d8f1",
     "ops/torch_backend.py": "6d73fa4b",
     "steps.py": "ad623f03",
 }

@@ -242,7 +242,10 @@ Softmax softmax_of(const float* z, int64_t n, float most, float floor) {
     for (int64_t lane = 0; lane < 64; lane++) add(lane, z[i + lane]);
   for (; i < n; i++) add(0, z[i]);
   double total = 0, product = 0;
-  for (int64_t lane = 0; lane < 64; lane++) total += weights[lane], product += products[lane];
+  for (int64_t lane = 0; lane < 64; lane++) {
+    total += weights[lane];
+    product += products[lane];
+  }
   return {total, most + product / total};
 }
 

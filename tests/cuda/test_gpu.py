@@ -91,6 +91,9 @@ FAMILIES = {  # by model_type: steps that no golden model has
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
     },
+    "glm4_moe": {  # experts by sigmoids, half of a head turned
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "use_qk_norm": True,
+    },
     "glm4": {},  # half of a head turned, four norms a layer
 }  # fmt: skip
 TREES = {"chain": StaticTree.chain(5), "static": StaticTree(EAGLE1_PATHS), "dynamic": DynamicTree()}
