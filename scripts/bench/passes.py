@@ -87,6 +87,7 @@ from stats import peak_memory_bytes
 MOST_LOGITS = 64  # rows whose logits are all computed
 UNITS = ("none", "hardware", "emulation")
 PEER = ("llama.cpp", "16 bits")  # in the place of a unit and a cache
+REST = 0.02  # seconds before a pass, in which the threads of the one before go to sleep
 
 
 def filled_cache(target: Transformer, dtype: torch.dtype, cached: int, rows: int) -> KVCache:
@@ -175,6 +176,7 @@ def measure(config: PassesConfig) -> None:
     for number in range(-1, config.rounds):
         shift = number * len(ways) % len(order)  # so that neighbours change
         for n, unit, cache in order[shift:] + order[:shift]:
+            time.sleep(REST)
             if (unit, cache) == PEER:
                 seconds = peer(n)
             else:
