@@ -24,6 +24,7 @@ namespace {
 constexpr int64_t LEAST_GROUP = 32;  // k per weight scale in floating point
 constexpr int64_t PANEL = 512;       // k per pass of the rows: 8 to 16 KB of weights
 constexpr int NV = STRIP / LANES;    // vectors per strip
+constexpr int FEW = 3;               // rows whose products wait for memory, not for arithmetic
 
 // ------------------------------------------------------------------------------------------ panels
 // A part of a strip's k, whole superblocks, and its scales in fp32.
@@ -32,7 +33,8 @@ struct Panel {
   const uint8_t* weights;  // its first superblock
   // the line behind the panel to fetch next, and the end of what is to be fetched by now
   const uint8_t *ahead, *reach;
-  int64_t shares;             // of what to fetch: one for each tile that passes over the panel
+  int64_t shares;             // of what to fetch: one for each tile that passes over the panel, or
+                              // 0: nothing is to be fetched
   int64_t first, last;        // k
   const float* output_scale;  // [32], where the headers have no scales
   // of a group of k, or of a superblock with integer scales: scales, minima, zero points
@@ -43,66 +45,53 @@ struct Panel {
   alignas(64) int32_t times[PANEL / 16 * STRIP];
   // two groups' factors of the sums of their activations' codes
   alignas(64) int32_t pairs[PANEL / 32 * STRIP];
+  // Returns a tile's share of the bytes to fetch.
+  int64_t share(int64_t bytes) const { return shares ? bytes / shares : 0; }
   void fetch(int64_t bytes) {
     for (reach += bytes; ahead < reach; ahead += 64) to_l2(ahead);
   }
 };
 
-// Reads the float16 numbers of a header, scales [32], and minima [32] if there are any. Returns:
-// what lies behind.
-inline const uint8_t* open_halves(const Layout& layout, const uint8_t* header, float* scale,
-                                  float* least) {
-  const uint16_t* halves = (const uint16_t*)header;
-  for (int64_t j = 0; j < STRIP; j += LANES) store(scale + j, from_f16(halves + j));
-  if (!layout.has_least) return header + 2 * STRIP;
-  for (int64_t j = 0; j < STRIP; j += LANES) store(least + j, from_f16(halves + STRIP + j));
-  return header + 4 * STRIP;
+// What a header says of LANES outputs. least, zero: where its layout has them
+struct Numbers {
+  Floats scale, least;
+  Ints zero;
+};
+
+// Returns half the powers of two of LANES bytes, 2^(byte - 128), as products of two roots.
+inline Floats half_powers(const uint8_t* bytes) {
+  const auto power = [](Ints exponent) { return words_of(raised<23>(add(exponent, splat(63)))); };
+  const Ints all = ints_of(bytes);
+  return multiply(power(shifted<-1>(all)), power(shifted<-1>(add(all, splat(1)))));
 }
 
-// in dot_k_types.h
-void open_super(const Layout& layout, const uint8_t* header, int64_t first, Panel& panel);
-
-// Reads the headers of a panel.
-void open_panel(const Layout& layout, Panel& panel) {
-  const uint8_t* header = panel.weights;
-  int64_t g = 0;
-  for (int64_t k = panel.first; k < panel.last; k += layout.super, header += layout.super_bytes()) {
-    if (layout.header == Header::SUPER) {
-      open_super(layout, header, k - panel.first, panel);
-      continue;
+// Reads a header's numbers of the outputs from `output` on. output_scale: as in `Panel`
+inline Numbers read_numbers(const Layout& layout, const uint8_t* header, const float* output_scale,
+                            int64_t output) {
+  const uint16_t* halves = (const uint16_t*)header + output;
+  Numbers of{splat(0.0f), splat(0.0f), splat(0)};
+  switch (layout.header) {
+    case Header::OUTPUT: of.scale = load(output_scale + output); break;
+    case Header::BF16: of.scale = from_bf16(halves); break;
+    case Header::WORDS: {
+      const Ints words = load(header + 4 * output);
+      of.scale = words_of(mask(words, ~511));
+      of.zero = mask(words, 511);
+      break;
     }
-    for (int64_t i = 0; i < layout.super && k + i < panel.last; i += layout.group, g += STRIP) {
-      float *scale = panel.scale + g, *least = panel.least + g;
-      switch (layout.header) {
-        case Header::OUTPUT:
-          for (int64_t j = 0; j < STRIP; j++) scale[j] = panel.output_scale[j];
-          break;
-        case Header::BF16:
-          for (int64_t j = 0; j < STRIP; j += LANES)
-            store(scale + j, from_bf16((const uint16_t*)header + j));
-          break;
-        case Header::WORDS:
-          for (int64_t j = 0; j < STRIP; j += LANES) {
-            const Ints words = load(header + 4 * j);
-            store(scale + j, words_of(mask(words, ~511)));
-            store(panel.zero + g + j, mask(words, 511));
-          }
-          break;
-        case Header::POWER:
-          for (int64_t j = 0; j < STRIP; j++) scale[j] = half_power(header[j]);
-          break;
-        default: open_halves(layout, header, scale, least);
-      }
-    }
+    case Header::POWER: of.scale = half_powers(header + output); break;
+    default:
+      of.scale = from_f16(halves);
+      if (layout.has_least) of.least = from_f16(halves + STRIP);
   }
+  return of;
 }
 
 // ------------------------------------------------------------------------------------------- codes
 // The codes of a step, 4 values of k. A tile computes V of a strip's NV vectors of outputs:
 // all of them, or vector `first` of both halves, so that it reads a byte of two halves once. Where
 // SUMS_IN_16_BITS, a sum of dot products takes FOLD steps in 16 bits. S: of the steps at p. Where
-// LINEAR, every step is the first one STEP_BYTES later. FEW: the tile has few rows, whose products
-// wait for memory.
+// LINEAR, every step is the first one STEP_BYTES later.
 
 // Returns the first output, behind the tile's first, of its vector j.
 template <int V> constexpr int output_of(int j) {
@@ -116,8 +105,7 @@ template <int BITS> struct Codes {
   // 8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 fit 16 bits
   static constexpr int FOLD = 8 >> HIGH;
   static constexpr bool SMALL = true, LINEAR = HIGH == 0;
-  template <int S, bool FEW = false, int V>
-  static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
+  template <int S, int V> static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
     for (int j = 0; j < V / 2; j++) {
       const uint8_t* at = p + S / 4 * 4 * STEP_BYTES + 4 * output_of<V>(j);
       const Ints both = load(at + S % 4 * 2 * STRIP);
@@ -135,12 +123,8 @@ template <int BITS> struct Codes {
 template <> struct Codes<8> {
   static constexpr int STEP_BYTES = 128, FOLD = 1;
   static constexpr bool SMALL = false, LINEAR = true;
-  template <int S, bool FEW = false, int V>
-  static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
-    for (int j = 0; j < V; j++) {
-      const uint8_t* at = p + S * STEP_BYTES + 4 * output_of<V>(j);
-      w[j] = FEW ? load_halves(at) : load(at);
-    }
+  template <int S, int V> static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
+    for (int j = 0; j < V; j++) w[j] = load(p + S * STEP_BYTES + 4 * output_of<V>(j));
   }
 };
 
@@ -150,9 +134,8 @@ template <> struct Codes<FLOAT4> {
   static constexpr int STEP_BYTES = Codes<4>::STEP_BYTES;
   static constexpr int FOLD = 4;  // 4 * 2 * 24 * 127 fits 16 bits
   static constexpr bool SMALL = true, LINEAR = true;
-  template <int S, bool FEW = false, int V>
-  static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
-    Codes<4>::unpack<S, FEW>(p, w);
+  template <int S, int V> static inline void unpack(const uint8_t* p, Ints (&w)[V]) {
+    Codes<4>::unpack<S>(p, w);
     for (Ints& codes : w) codes = look_up(FLOAT4_BYTES, codes);
   }
 };
@@ -175,7 +158,7 @@ template <int BITS, int S, int N, bool FIRST, int U, int M, int V>
   Ints(&into)[M][V] = chains[S % U];
   const int8_t* of_step = x + S * ROW_BYTES<BITS> * M;
   Ints w[V];
-  Codes<BITS>::template unpack<S, M <= 3>(p, w);
+  Codes<BITS>::template unpack<S>(p, w);
   if constexpr (ROW_BYTES<BITS> == 4) {
     for (int m = 0; m < M; m++) {
       const Ints xs = splat_word(of_step + 4 * m);
@@ -319,31 +302,31 @@ inline Correction correction_of(const Layout& layout) {
   return layout.offset ? Correction::START : Correction::NOTHING;
 }
 
-// total += a group's sums, scaled, of V vectors of outputs. g: place of its scales in the panel
-template <Correction CORRECTION, int M, int V>
-[[gnu::always_inline]] inline void scale_sums(Ints (&sums)[M][V], const Panel& panel, int64_t g,
+// total += a group's sums, scaled, of V vectors of outputs. numbers(j): the header's, of vector j
+template <Correction CORRECTION, int M, int V, class Read>
+[[gnu::always_inline]] inline void scale_sums(Ints (&sums)[M][V], const Read& numbers,
                                               const RowInfo& x, Floats (&total)[M][V]) {
+  Numbers of[V];
+  for (int j = 0; j < V; j++) of[j] = numbers(j);
   for (int m = 0; m < M; m++) {
     const Ints start = splat(x.starts[m]);
     const Floats of_row = splat(x.scales[m]), row_sum = splat(x.sums[m]);
     for (int j = 0; j < V; j++) {
-      const int at = output_of<V>(j);
       Ints sum = sums[m][j];
       if (CORRECTION == Correction::START) sum = add(sum, start);
-      if (CORRECTION == Correction::ZERO)
-        sum = add(sum, multiply(load((const uint8_t*)(panel.zero + g + at)), start));
-      total[m][j] = add_scaled(sum, multiply(load(panel.scale + g + at), of_row), total[m][j]);
+      if (CORRECTION == Correction::ZERO) sum = add(sum, multiply(of[j].zero, start));
+      total[m][j] = add_scaled(sum, multiply(of[j].scale, of_row), total[m][j]);
       if (CORRECTION == Correction::LEAST)
-        total[m][j] = multiply_add(load(panel.least + g + at), row_sum, total[m][j]);
+        total[m][j] = multiply_add(of[j].least, row_sum, total[m][j]);
     }
   }
 }
 
 // Adds a group's dot products with a tile's rows, scaled, to `total`.
-template <int BITS, int M, int V>
+template <int BITS, int M, int V, class Read>
 [[gnu::always_inline]] inline void add_group(const uint8_t* p, const int8_t* x, const int8_t* high,
                                              int64_t steps, Correction correction,
-                                             const Panel& panel, int64_t g, const RowInfo& info,
+                                             const Read& numbers, const RowInfo& info,
                                              Floats (&total)[M][V]) {
   Ints sums[M][V];
   clear(sums);
@@ -356,10 +339,10 @@ template <int BITS, int M, int V>
   }
   dots<BITS, M, V>(p, x, steps, sums);
   switch (correction) {
-    case Correction::NOTHING: return scale_sums<Correction::NOTHING>(sums, panel, g, info, total);
-    case Correction::LEAST: return scale_sums<Correction::LEAST>(sums, panel, g, info, total);
-    case Correction::START: return scale_sums<Correction::START>(sums, panel, g, info, total);
-    case Correction::ZERO: return scale_sums<Correction::ZERO>(sums, panel, g, info, total);
+    case Correction::NOTHING: return scale_sums<Correction::NOTHING>(sums, numbers, info, total);
+    case Correction::LEAST: return scale_sums<Correction::LEAST>(sums, numbers, info, total);
+    case Correction::START: return scale_sums<Correction::START>(sums, numbers, info, total);
+    case Correction::ZERO: return scale_sums<Correction::ZERO>(sums, numbers, info, total);
   }
 }
 
@@ -380,24 +363,27 @@ template <int BITS, int STEPS, int M, int V>
   const int64_t at = (row * a.k + panel.first * M) / 4 * ROW_BYTES<BITS>;
   const int8_t *x = &a.codes[at], *high = a.highs.data() + at;
   RowInfo info(a, row * a.blocks + panel.first / a.block * M);
-  const int64_t size = layout.group, last = panel.last;
-  const int64_t share = layout.super_bytes() * size / layout.super * V / NV / panel.shares;
+  const int64_t share = panel.share(layout.super_bytes() * V / NV), last = panel.last;
+  const float* output_scale = panel.output_scale;
   const Correction correction = correction_of(layout);
-  const uint8_t *p = panel.weights + 4 * first, *ahead = panel.ahead, *reach = panel.reach;
-  int64_t g = first;
+  const uint8_t *header = panel.weights, *ahead = panel.ahead, *reach = panel.reach;
   Floats total[M][V];
   load_sums(sums + first, total);
-  for (int64_t k = panel.first; k < last;) {
-    const int64_t end = std::min(k + layout.super, last);
-    for (p += layout.header_bytes; k < end; k += size, g += STRIP) {
-      const int64_t steps = STEPS ? STEPS : std::min(size, end - k) / 4;
-      add_group<BITS>(p, x, high, steps, correction, panel, g, info, total);
-      p += steps * Codes<BITS>::STEP_BYTES;
-      x += steps * ROW_BYTES<BITS> * M;
-      high += steps * ROW_BYTES<BITS> * M;
-      info.next(M);
-      for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
-    }
+  for (int64_t k = panel.first; k < last; k += layout.group) {
+    const int64_t steps = STEPS ? STEPS : std::min(layout.group, last - k) / 4;
+    const auto read = [&](int j) {
+      return read_numbers(layout, header, output_scale, first + output_of<V>(j));
+    };
+    Numbers before[V];  // the codes: in the order of memory
+    for (int j = 0; j < V && M <= FEW; j++) before[j] = read(j);
+    const auto numbers = [&](int j) { return M <= FEW ? before[j] : read(j); };
+    const uint8_t* p = header + layout.header_bytes + 4 * first;
+    add_group<BITS>(p, x, high, steps, correction, numbers, info, total);
+    header += layout.header_bytes + steps * Codes<BITS>::STEP_BYTES;
+    x += steps * ROW_BYTES<BITS> * M;
+    high += steps * ROW_BYTES<BITS> * M;
+    info.next(M);
+    for (reach += share; ahead < reach; ahead += 64) to_l2(ahead);
   }
   store_sums(total, sums + first);
   panel.ahead = ahead;

@@ -76,6 +76,44 @@ inline void put_codes(uint8_t* to, int step, int j, Ints codes) {
   store((int32_t*)(to + step * Codes<8>::STEP_BYTES + 4 * output_of<NV>(j)), codes);
 }
 
+// Reads the headers of a panel's groups.
+void open_groups(const Layout& layout, Panel& panel) {
+  const uint8_t* header = panel.weights;
+  int64_t g = 0;
+  for (int64_t k = panel.first; k < panel.last; k += layout.super, header += layout.super_bytes())
+    for (int64_t j = 0; j < STRIP; j += LANES, g += LANES) {
+      const Numbers of = read_numbers(layout, header, panel.output_scale, j);
+      store(panel.scale + g, of.scale);
+      store(panel.least + g, of.least);
+      store(panel.zero + g, of.zero);
+    }
+}
+
+// Reads the headers of a panel's superblocks.
+template <class Byte> void open_supers(const Layout& layout, Panel& panel) {
+  SuperHeader<Byte> header{panel.weights};
+  int64_t super = 0, g = 0;  // places
+  for (int64_t k = panel.first; k < panel.last; k += layout.super, super += STRIP) {
+    for (int64_t j = 0; j < STRIP; j += LANES) {
+      const Numbers of = header.halves(layout, j);
+      store(panel.scale + super + j, of.scale);
+      store(panel.least + super + j, of.least);
+    }
+    for (int64_t group = 0; group < layout.super / layout.group; group++, g += STRIP)
+      for (int64_t j = 0; j < STRIP; j += LANES) {
+        store(panel.times + g + j, header.times(group, j));
+        if (group % 2 == 0) store(panel.pairs + g / 2 + j, header.pairs(group, j));
+      }
+    header.at += layout.super_bytes();
+  }
+}
+
+void open_panel(const Layout& layout, Panel& panel) {
+  if (layout.header != Header::SUPER) return open_groups(layout, panel);
+  if (layout.has_least) return open_supers<uint8_t>(layout, panel);
+  open_supers<int8_t>(layout, panel);
+}
+
 // Finds the codes of a panel's groups, unpacked.
 template <int BITS>
 void open_codes(const Layout& layout, const Panel& panel, int64_t, TileScratch& scratch) {
@@ -136,7 +174,13 @@ template <Correction CORRECTION, int M>
     of_rows.scales += at;
     of_rows.sums += at;
     of_rows.starts += at;
-    scale_sums<CORRECTION, M, NV>(rows, panel, (g + i) * STRIP, of_rows, total);
+    const int64_t place = (g + i) * STRIP;
+    const auto numbers = [&](int j) {
+      const int64_t of = place + j * LANES;
+      return Numbers{load(panel.scale + of), load(panel.least + of),
+                     load((const uint8_t*)(panel.zero + of))};
+    };
+    scale_sums<CORRECTION, M, NV>(rows, numbers, of_rows, total);
   }
   store_sums(total, acc + m * STRIP);
 }
@@ -292,7 +336,7 @@ void open_planes(const Layout& layout, Panel& panel, int64_t block, TileScratch&
 }
 
 // total [M, 32] += the sums of a block with M rows, from row m on, scaled. low, high: of its
-// planes; super, pairs: as in `add_block`
+// planes; super, pairs: their places in the panel
 template <class Planes, int PAIRS, int M>
 [[gnu::always_inline]] inline void scale_planes(const Ints (&low)[amx::ROWS][NV],
                                                 const Ints (&high)[amx::ROWS][NV], int64_t m,
@@ -310,7 +354,14 @@ template <class Planes, int PAIRS, int M>
                              : add(high[m + r][j], splat(info.starts[r]));
       sums[r][j] = add(low[m + r][j], raised<Planes::RAISED>(upper));
     }
-  add_block<Planes::CORRECTION, PAIRS>(sums, 0, panel, super, pairs, info, total + m * STRIP);
+  const auto numbers = [&](int j) {
+    const int64_t at = super + output_of<NV>(j);
+    SuperNumbers<PAIRS> of{load(panel.scale + at), load(panel.least + at), {}};
+    for (int i = 0; i < PAIRS; i++)
+      of.pairs[i] = load((const uint8_t*)(panel.pairs + pairs + i * STRIP + output_of<NV>(j)));
+    return of;
+  };
+  add_block<Planes::CORRECTION>(sums, 0, numbers, info, total + m * STRIP);
 }
 
 // As `tile_panel`, for a block of a superblock.

@@ -57,11 +57,10 @@ void strip_sums(const Strips& strips, const Group& group, int64_t strip, Panel& 
   begin_strip(strips, group, strip, panel, acc);
   for (panel.first = 0; panel.first < a.k; panel.first = panel.last) {
     panel.last = std::min(a.k, panel.first + supers * layout.super);
-    open_panel(layout, panel);
     const uint8_t* next = panel.weights + supers * layout.super_bytes();
     panel.ahead = next;
     panel.reach = next;
-    panel.shares = T;
+    panel.shares = !SUPER && group.rows <= FEW ? 0 : T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height, on_amx] = tile_of(group, t);
       tiles<BITS, STEPS, SUPER>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);

@@ -13,7 +13,6 @@ using Floats = __m256;
 inline Ints splat(int32_t v) { return _mm256_set1_epi32(v); }
 inline Floats splat(float v) { return _mm256_set1_ps(v); }
 inline Ints load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline Ints load_halves(const uint8_t* p) { return load(p); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }

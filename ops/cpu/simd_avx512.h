@@ -15,10 +15,6 @@ using Floats = __m512;
 inline Ints splat(int32_t v) { return _mm512_set1_epi32(v); }
 inline Floats splat(float v) { return _mm512_set1_ps(v); }
 inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-inline Ints load_halves(const uint8_t* p) {  // two loads: from memory, 1.1 times as fast on a Zen 4
-  const Ints low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p));
-  return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(p + 32)), 1);
-}
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, v); }

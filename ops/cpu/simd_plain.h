@@ -42,7 +42,6 @@ inline Ints load(const uint8_t* p) {
   std::memcpy(&r, p, sizeof r);
   return r;
 }
-inline Ints load_halves(const uint8_t* p) { return load(p); }
 inline Floats load(const float* p) {
   Floats r;
   std::memcpy(&r, p, sizeof r);
