@@ -56,7 +56,20 @@ class TileShape {
   const bool on;
 };
 
-struct TileScratch {                              // of a thread: 16 KB
+// What the headers of a panel say.
+struct Headers {
+  // of a group of k, or of a superblock with integer scales: scales, minima, zero points
+  alignas(64) float scale[TILE_PANEL / 32 * STRIP];
+  alignas(64) float least[TILE_PANEL / 32 * STRIP];
+  alignas(64) int32_t zero[TILE_PANEL / 32 * STRIP];
+  // integer scales of a group; where SUMS_IN_16_BITS, twice in a word
+  alignas(64) int32_t times[TILE_PANEL / 16 * STRIP];
+  // two groups' factors of the sums of their activations' codes
+  alignas(64) int32_t pairs[TILE_PANEL / 32 * STRIP];
+};
+
+struct TileScratch {                              // of a thread: 24 KB
+  Headers headers;
   alignas(64) uint8_t codes[TILE_PANEL * STRIP];  // of a panel, or two planes of a block
   Ints sums[CHUNK][amx::ROWS][NV];
   const uint8_t* of_group[TILE_PANEL / 16];  // the codes of each group of k
@@ -77,41 +90,42 @@ inline void put_codes(uint8_t* to, int step, int j, Ints codes) {
 }
 
 // Reads the headers of a panel's groups.
-void open_groups(const Layout& layout, Panel& panel) {
+void open_groups(const Layout& layout, const Panel& panel, Headers& to) {
   const uint8_t* header = panel.weights;
   int64_t g = 0;
   for (int64_t k = panel.first; k < panel.last; k += layout.super, header += layout.super_bytes())
     for (int64_t j = 0; j < STRIP; j += LANES, g += LANES) {
       const Numbers of = read_numbers(layout, header, panel.output_scale, j);
-      store(panel.scale + g, of.scale);
-      store(panel.least + g, of.least);
-      store(panel.zero + g, of.zero);
+      store(to.scale + g, of.scale);
+      store(to.least + g, of.least);
+      store(to.zero + g, of.zero);
     }
 }
 
 // Reads the headers of a panel's superblocks.
-template <class Byte> void open_supers(const Layout& layout, Panel& panel) {
+template <class Byte>
+void open_supers(const Layout& layout, const Panel& panel, Headers& to) {
   SuperHeader<Byte> header{panel.weights};
   int64_t super = 0, g = 0;  // places
   for (int64_t k = panel.first; k < panel.last; k += layout.super, super += STRIP) {
     for (int64_t j = 0; j < STRIP; j += LANES) {
       const Numbers of = header.halves(layout, j);
-      store(panel.scale + super + j, of.scale);
-      store(panel.least + super + j, of.least);
+      store(to.scale + super + j, of.scale);
+      store(to.least + super + j, of.least);
     }
     for (int64_t group = 0; group < layout.super / layout.group; group++, g += STRIP)
       for (int64_t j = 0; j < STRIP; j += LANES) {
-        store(panel.times + g + j, header.times(group, j));
-        if (group % 2 == 0) store(panel.pairs + g / 2 + j, header.pairs(group, j));
+        store(to.times + g + j, header.times(group, j));
+        if (group % 2 == 0) store(to.pairs + g / 2 + j, header.pairs(group, j));
       }
     header.at += layout.super_bytes();
   }
 }
 
-void open_panel(const Layout& layout, Panel& panel) {
-  if (layout.header != Header::SUPER) return open_groups(layout, panel);
-  if (layout.has_least) return open_supers<uint8_t>(layout, panel);
-  open_supers<int8_t>(layout, panel);
+void open_headers(const Layout& layout, const Panel& panel, Headers& to) {
+  if (layout.header != Header::SUPER) return open_groups(layout, panel, to);
+  if (layout.has_least) return open_supers<uint8_t>(layout, panel, to);
+  open_supers<int8_t>(layout, panel, to);
 }
 
 // Finds the codes of a panel's groups, unpacked.
@@ -160,7 +174,7 @@ void add_listed(const Activations& a, const Tile& tile, int64_t block, int64_t c
 // first group
 template <Correction CORRECTION, int M>
 [[gnu::always_inline]] inline void scale_rows(const Ints (*sums)[amx::ROWS][NV], int64_t g,
-                                              int64_t count, const Panel& panel,
+                                              int64_t count, const Headers& headers,
                                               const RowInfo& info, int64_t height, int64_t m,
                                               float* acc) {
   Floats total[M][NV];
@@ -177,8 +191,8 @@ template <Correction CORRECTION, int M>
     const int64_t place = (g + i) * STRIP;
     const auto numbers = [&](int j) {
       const int64_t of = place + j * LANES;
-      return Numbers{load(panel.scale + of), load(panel.least + of),
-                     load((const uint8_t*)(panel.zero + of))};
+      return Numbers{load(headers.scale + of), load(headers.least + of),
+                     load((const uint8_t*)(headers.zero + of))};
     };
     scale_sums<CORRECTION, M, NV>(rows, numbers, of_rows, total);
   }
@@ -187,12 +201,12 @@ template <Correction CORRECTION, int M>
 
 // The same for all rows of a tile; calls fetch() once in four rows.
 template <Correction CORRECTION, class Fetch>
-void scale_tile(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count, const Panel& panel,
+void scale_tile(const Ints (*sums)[amx::ROWS][NV], int64_t g, int64_t count, const Headers& headers,
                 const RowInfo& info, int64_t height, const Fetch& fetch, float* acc) {
   int64_t m = 0;
   for (; m + 4 <= height; m += 4, fetch())
-    scale_rows<CORRECTION, 4>(sums, g, count, panel, info, height, m, acc);
-  for (; m < height; m++) scale_rows<CORRECTION, 1>(sums, g, count, panel, info, height, m, acc);
+    scale_rows<CORRECTION, 4>(sums, g, count, headers, info, height, m, acc);
+  for (; m < height; m++) scale_rows<CORRECTION, 1>(sums, g, count, headers, info, height, m, acc);
 }
 
 // A tile's pass over a panel. acc: [height, 32], read and written
@@ -218,18 +232,19 @@ void tile_panel(const Activations& a, const Layout& layout, Panel& panel, int64_
       amx::dot_groups<Unit>(rows, line, codes, a.block, count, (int32_t*)scratch.sums, fetch);
     });
     add_listed<1>(a, tile, panel.first / a.block + g, count, codes, scratch.sums);
+    const Headers& headers = scratch.headers;
     switch (correction_of(layout)) {
       case Correction::NOTHING:
-        scale_tile<Correction::NOTHING>(scratch.sums, g, count, panel, info, height, fetch, acc);
+        scale_tile<Correction::NOTHING>(scratch.sums, g, count, headers, info, height, fetch, acc);
         break;
       case Correction::LEAST:
-        scale_tile<Correction::LEAST>(scratch.sums, g, count, panel, info, height, fetch, acc);
+        scale_tile<Correction::LEAST>(scratch.sums, g, count, headers, info, height, fetch, acc);
         break;
       case Correction::START:
-        scale_tile<Correction::START>(scratch.sums, g, count, panel, info, height, fetch, acc);
+        scale_tile<Correction::START>(scratch.sums, g, count, headers, info, height, fetch, acc);
         break;
       case Correction::ZERO:
-        scale_tile<Correction::ZERO>(scratch.sums, g, count, panel, info, height, fetch, acc);
+        scale_tile<Correction::ZERO>(scratch.sums, g, count, headers, info, height, fetch, acc);
         break;
     }
   }
@@ -247,7 +262,7 @@ void each_tile(const Strips& strips, const Group& group, int64_t strip, Panel& p
   begin_strip(strips, group, strip, panel, acc);
   for (panel.first = 0; panel.first < strips.a->k; panel.first = panel.last) {
     panel.last = std::min(strips.a->k, panel.first + supers * layout.super);
-    open_panel(layout, panel);
+    open_headers(layout, panel, scratch.headers);
     panel.reach = panel.weights + AHEAD;
     panel.ahead = panel.reach;
     panel.shares =
@@ -314,7 +329,7 @@ template <int BITS, class Planes>
 void open_planes(const Layout& layout, Panel& panel, int64_t block, TileScratch& scratch) {
   const uint8_t* p =
       panel.weights + layout.header_bytes + block * BLOCK / 4 * Codes<BITS>::STEP_BYTES;
-  const int32_t* times = panel.times + block * BLOCK / layout.group * STRIP;
+  const int32_t* times = scratch.headers.times + block * BLOCK / layout.group * STRIP;
   const int64_t share =
       layout.super_bytes() * layout.group / layout.super / panel.shares;  // to fetch, of a group
   uint8_t* low = scratch.codes;
@@ -340,8 +355,8 @@ void open_planes(const Layout& layout, Panel& panel, int64_t block, TileScratch&
 template <class Planes, int PAIRS, int M>
 [[gnu::always_inline]] inline void scale_planes(const Ints (&low)[amx::ROWS][NV],
                                                 const Ints (&high)[amx::ROWS][NV], int64_t m,
-                                                const Panel& panel, int64_t super, int64_t pairs,
-                                                RowInfo info, float* total) {
+                                                const Headers& headers, int64_t super,
+                                                int64_t pairs, RowInfo info, float* total) {
   info.scales += m;
   info.starts += m;
   info.outliers += m;
@@ -356,9 +371,9 @@ template <class Planes, int PAIRS, int M>
     }
   const auto numbers = [&](int j) {
     const int64_t at = super + output_of<NV>(j);
-    SuperNumbers<PAIRS> of{load(panel.scale + at), load(panel.least + at), {}};
+    SuperNumbers<PAIRS> of{load(headers.scale + at), load(headers.least + at), {}};
     for (int i = 0; i < PAIRS; i++)
-      of.pairs[i] = load((const uint8_t*)(panel.pairs + pairs + i * STRIP + output_of<NV>(j)));
+      of.pairs[i] = load((const uint8_t*)(headers.pairs + pairs + i * STRIP + output_of<NV>(j)));
     return of;
   };
   add_block<Planes::CORRECTION>(sums, 0, numbers, info, total + m * STRIP);
@@ -384,8 +399,8 @@ void super_tile_panel(const Activations& a, const Layout& layout, Panel& panel, 
   add_listed<2>(a, tile, of_k, 1, planes, scratch.sums);
   const RowInfo info(a, block);
   const auto scale = [&]<int M>(std::integral_constant<int, M>, int64_t m) {
-    scale_planes<Planes, PAIRS, M>(scratch.sums[0], scratch.sums[1], m, panel, 0, b * PAIRS * STRIP,
-                                   info, acc);
+    scale_planes<Planes, PAIRS, M>(scratch.sums[0], scratch.sums[1], m, scratch.headers, 0,
+                                   b * PAIRS * STRIP, info, acc);
   };
   int64_t m = 0;
   for (; m + 4 <= height; m += 4, fetch()) scale(std::integral_constant<int, 4>{}, m);
