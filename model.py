@@ -499,7 +499,7 @@ class Transformer(nn.Module):
             features = features[..., : self.config.dim]
         scores = self.lm_head(features)
         if self.logit_cap:
-            scores = self.logit_cap * torch.tanh(scores / self.logit_cap)
+            scores = self.backend.soft_cap(scores, self.logit_cap)
         return scores
 
 

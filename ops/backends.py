@@ -47,6 +47,7 @@ class Backend:
     """The functions, as torch_backend.py defines them."""
 
     # scores
+    soft_cap: Callable = of("topk")
     gumbel: Callable = of("topk")
     cut: Callable = of("topk")
     best: Callable = of("topk")

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "ops/torch_backend.py"
 FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
-    "model.py": "c3e7d8f1",
-    "ops/torch_backend.py": "6d73fa4b",
+    "model.py": "6068447b",
+    "ops/torch_backend.py": "607cc24b",
     "steps.py": "ad623f03",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"

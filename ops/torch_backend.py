@@ -103,6 +103,11 @@ def gumbel(
 # ------------------------------------------------------------------------------------------ scores
 
 
+def soft_cap(scores: Tensor, cap: float) -> Tensor:
+    """Bound scores smoothly between -cap and cap. scores: fp32. Source: Gemma 2 (2408.00118)."""
+    return cap * torch.tanh(scores / cap)
+
+
 def cut(
     scores: Tensor,
     temperature: Tensor,

@@ -19,6 +19,7 @@ from ops.weight import Weight
 
 _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call
+soft_cap = _ops.soft_cap.default
 gumbel = _ops.gumbel.default
 cut = _ops.cut.default
 best = _ops.best.default

@@ -427,8 +427,28 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
   return result;
 }
 
+// Computes `soft_cap` of ops/torch_backend.py: tanh x is 2 / (1 + e^-2x) - 1. One pass on our own
+// threads: those of PyTorch's operators, who take three, go on spinning beside ours.
+at::Tensor soft_cap(const at::Tensor& scores, double cap) {
+  TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
+  const at::Tensor from = scores.contiguous(), y = at::empty(scores.sizes(), scores.options());
+  if (scores.is_meta()) return y;
+  const float *x = from.const_data_ptr<float>(), most = float(cap), twice = float(-2 / cap);
+  float* to = y.mutable_data_ptr<float>();
+  parallel(scores.numel(), GRAIN, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const float e = exponential(-std::abs(x[i] * twice)), bound = most * (1.0f - e) / (1.0f + e);
+      to[i] = x[i] < 0 ? -bound : bound;
+    }
+  });
+  return y;
+}
+
 // Every operator of a traced step is defined for tensors without data, too.
 OPERATORS(m) {
+  m.def("soft_cap(Tensor scores, float cap) -> Tensor");
+  m.impl("soft_cap", at::kCPU, soft_cap);
+  m.impl("soft_cap", at::kMeta, soft_cap);
   m.def(
       "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
       "int vocab, int domain) -> Tensor");

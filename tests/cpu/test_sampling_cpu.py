@@ -35,6 +35,14 @@ def both(function, *inputs) -> tuple:
     return tuple(function(*inputs, backend=backend) for backend in (OURS, TORCH))
 
 
+def test_a_soft_cap():
+    scores = torch.randn(2, 3, 49157, generator=torch.manual_seed(0)) * 40
+    scores[0, 0, :6] = torch.tensor([0.0, -0.0, 1e-5, float("inf"), -float("inf"), float("nan")])
+    ours, plain = (backend.soft_cap(scores, 30.0) for backend in (OURS, TORCH))
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0, equal_nan=True)
+    assert ours[0, 0, 3] == 30 and ours[0, 0, 4] == -30
+
+
 # -------------------------------------------------------------------------------------------- noise
 
 
