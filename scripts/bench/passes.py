@@ -10,8 +10,8 @@
 2. A pass reads the tokens behind them and computes the logits of every one; where there are more
    than 64, as of a prompt, those of the last one only. States replay a token, as in each cycle.
 3. A round measures all numbers of rows, in an order that rotates; units and caches follow each
-   other, so that a pair has the same conditions. The table shows least and median times, and the
-   median of pairs.
+   other, so that a pair has the same conditions. A measurement is some passes in a row, as in a
+   text. The table shows least and median times, and the median of pairs.
 4. `--llama_cpp` times llama.cpp on the same GGUF file in turn with ours, behind as many tokens or
    some more. A name of random_file.py instead of a file is a random model of that shape.
 """
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -87,7 +88,8 @@ from stats import peak_memory_bytes
 MOST_LOGITS = 64  # rows whose logits are all computed
 UNITS = ("none", "hardware", "emulation")
 PEER = ("llama.cpp", "16 bits")  # in the place of a unit and a cache
-REST = 0.02  # seconds before a pass, in which the threads of the one before go to sleep
+REST = 0.02  # seconds before a measurement, in which the threads of the one before go to sleep
+IN_A_ROW = 6  # passes of a measurement, as in a text; of a prompt one
 
 
 def filled_cache(target: Transformer, dtype: torch.dtype, cached: int, rows: int) -> KVCache:
@@ -177,13 +179,15 @@ def measure(config: PassesConfig) -> None:
         shift = number * len(ways) % len(order)  # so that neighbours change
         for n, unit, cache in order[shift:] + order[:shift]:
             time.sleep(REST)
+            count = IN_A_ROW if n <= MOST_LOGITS else 1
             if (unit, cache) == PEER:
-                seconds = peer(n)
+                seconds = sum(peer(n) for _ in range(count))
             else:
                 torch.ops.gpt_eagle.use_tiles(unit)
-                seconds = seconds_of_pass(target, caches[cache], n, config.cached)
+                of_pass = partial(seconds_of_pass, target, caches[cache], n, config.cached)
+                seconds = sum(of_pass() for _ in range(count))
             if number >= 0:  # the first round warms up
-                taken[n, unit, cache].append(seconds)
+                taken[n, unit, cache].append(seconds / count)
     print("\n| rows | unit | cache | least ms | median ms | over the first | over the first rows |")
     print("|---|---|---|---|---|---|---|")
     for (n, unit, cache), seconds in taken.items():
