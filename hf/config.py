@@ -127,6 +127,7 @@ BARE = {
     ".router.scale": ".router.scale.weight",
     ".router.per_expert_scale": ".router.proj.expert_scale",
     ".embedding_norm.weight": ".norm.weight",
+    ".expert_bias": ".gate.e_score_correction_bias",
 }
 
 
