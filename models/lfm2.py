@@ -16,7 +16,16 @@ from base.fields import FLAG, Rule, integer, key, positive, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout, same
-from models.keys import EXPERTS, FULL, LAYERS, WIDTH, common_fields, read_swiglu_keys
+from models.keys import (
+    EXPERTS,
+    FULL,
+    LAYERS,
+    WIDTH,
+    check_layer_types,
+    common_fields,
+    read_swiglu_keys,
+    rule_of_kinds,
+)
 from models.mixtral import counts
 from steps import Add, Norm, Project, Route, ShortConv, Step
 
@@ -64,9 +73,7 @@ class Lfm2(ModelConfig):
         )
 
     def route(self) -> Route:
-        return replace(
-            super().route(), sigmoid=True, share_scale=self.share_scale, share_eps=1e-6
-        )
+        return replace(super().route(), sigmoid=True, share_scale=self.share_scale, share_eps=1e-6)
 
     def convolution(self, i: int) -> tuple[Step, ...]:
         """Return the steps of a gated convolution."""
@@ -100,10 +107,6 @@ DEFAULTS_WITH_EXPERTS = {
     "block_auto_adjust_ff_dim": False,
 }
 OLDER = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-KINDS = Rule(
-    f"a list of {CONV} and {FULL}",
-    lambda v: type(v) is list and all(kind in (CONV, FULL) for kind in v),
-)
 NO = Rule("false", lambda v: v is False)
 YES = Rule("true", lambda v: v is True)
 
@@ -115,7 +118,7 @@ class HFLfm2:
     norm_eps: float = key(positive(1), 1e-5)
     conv_L_cache: int = key(integer(2, TAPS), 3)  # noqa: N815  (their name)
     conv_bias: bool = key(NO, False)
-    layer_types: list | None = key(KINDS, None)
+    layer_types: list | None = key(rule_of_kinds(CONV, FULL), None)
     full_attn_idxs: list | None = key(LAYERS, None)
     block_auto_adjust_ff_dim: bool = key(FLAG, True)
     block_ffn_dim_multiplier: float | None = key(positive(1e3), 1.0)
@@ -180,8 +183,7 @@ def conv_layers(own: HFLfm2, layers: int) -> tuple[int, ...]:
     if kinds is None:
         places = list(range(layers)) if places is None else places
         kinds = [FULL if i in places else CONV for i in range(layers)]
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
+    check_layer_types(kinds, layers)
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
     if not full:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {CONV} alone")

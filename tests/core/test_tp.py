@@ -159,7 +159,9 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
             "biases": options_of(tiny, "ngram", prompts=PROMPTS[:1], **fp32, top_p=0.9),
             "sinks": options_of(sinks, "ngram", prompts=PROMPTS[:1], **fp32),
             **{
-                name: options_of(write_tiny(folder / name, raw), "ngram", prompts=PROMPTS[:1], **fp32)
+                name: options_of(
+                    write_tiny(folder / name, raw), "ngram", prompts=PROMPTS[:1], **fp32
+                )
                 for name, raw in {"shared expert": SHARED, "glm4": GLM4, "glm4.5": GLM45}.items()
             },
             "int8": options_of("llama", "eagle", **int8),

@@ -48,11 +48,15 @@ CASES = {
 EXPERTS = {
     "kind": "Lfm2Moe", "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
 }  # fmt: skip
-CASES |= {"experts": EXPERTS, "experts, scaled": EXPERTS | {"num_dense_layers": 0, "routed_scaling_factor": 2.5}}
+CASES |= {
+    "experts": EXPERTS,
+    "experts, scaled": EXPERTS | {"num_dense_layers": 0, "routed_scaling_factor": 2.5},
+}
 
 
 def random_model(kind="Lfm2", **options):
     """A model, with corrections that change which experts are chosen."""
+
     def spread(name: str) -> tuple[float, float]:
         return float("norm" in name), 0.6 if "conv.conv" in name else 0.2
 
