@@ -646,6 +646,7 @@ class SigmoidRouter(Router):
     def __init__(self, step: Route):
         super().__init__(step)
         self.share_scale = step.share_scale
+        self.share_eps = step.share_eps
         self.e_score_correction_bias = nn.Parameter(torch.zeros(step.experts))  # always in fp32
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -656,7 +657,7 @@ class SigmoidRouter(Router):
         share = scores.gather(-1, expert)
         if self.norm_topk:
             # always summed in the router's order
-            share = share / (sum(share.unbind(-1)) + 1e-20)[..., None]
+            share = share / (sum(share.unbind(-1)) + self.share_eps)[..., None]
         return expert, share * self.share_scale
 
 
@@ -678,6 +679,7 @@ class Route(Step):
     expert_scale: bool = False  # each expert's share has a learned factor
     sigmoid: bool = False  # of each score, with a correction, in place of a softmax
     share_scale: float = 1.0  # factor of the routing weights by sigmoids
+    share_eps: float = 1e-20  # added to their sum before it divides them
 
     def modules(self) -> dict[str, nn.Module]:
         return {self.name: SigmoidRouter(self) if self.sigmoid else Router(self)}
@@ -698,7 +700,8 @@ class Route(Step):
         bias = router.e_score_correction_bias.float() if self.sigmoid else router.bias
         weights = (router.weight, bias, router.expert_scale)
         counts = (self.chosen, int(self.norm_topk), int(self.sigmoid))
-        numbers = (self.score_scale, self.share_scale)
+        by_sigmoids = (self.share_scale, self.share_eps)
+        numbers = by_sigmoids if self.sigmoid else (self.score_scale,)
         return CppStep("route", self.source, "h", weights, counts, numbers)
 
 

@@ -5,13 +5,14 @@
    layer of their kind.
 2. An LM head scores the output, and a projection turns it into the next feature. So a chain or a
    tree grows, all of whose nodes have the root's position and see the same tokens.
-3. Those of E2B and E4B score the tokens of the best clusters alone, which centroids name.
+3. Those of E2B and E4B score the tokens of the best clusters alone, which centroids name: they read
+   the rows of these tokens, one in 64, and no more of the LM head.
 
 Source: transformers 5.24, models/gemma4_assistant and its loop of drafts,
 `SinglePositionMultiTokenCandidateGenerator`. After a rejection that one also shows the rejected
 token's entry at the root's place; here nodes see confirmed tokens alone.
-Trade-off: with centroids, too, the LM head runs over all tokens, and the others' scores are
-dropped. Not here: GGUF files; the assistant of 12B, whose target is not served.
+Trade-off: with centroids the LM head stays in the target's dtype, whatever --quant says, as few
+of its rows are read. Not here: GGUF files; the assistant of 12B, whose target is not served.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from base.fields import FLAG, integer, key, naming, read_fields, text_part
 from base.io import read_json
@@ -125,10 +126,13 @@ class AssistantHead(EagleHead):
         super().__init__(EagleConfig(model, fc_bias=False))
         self.embedding_scale = target.embedding_scale
         self.sources = sources
-        self.lm_head = Linear(model.dim, model.vocab_size, bias=False, fp32_out=True)
         if model.centroids:
             self.centroids = Linear(model.dim, model.centroids, bias=False, fp32_out=True)
-            self.cluster: Tensor | None = None  # [V] int64, of each token
+            # rows of the LM head; once loaded, cluster by cluster: [C, V / C, dim]
+            self.token_weight = nn.Parameter(torch.empty(model.vocab_size, model.dim))
+            self.tokens: Tensor | None = None  # [C, V / C] int64, of each cluster
+        else:
+            self.lm_head = Linear(model.dim, model.vocab_size, bias=False, fp32_out=True)
 
     def make_steps(self) -> None:
         """Make the lists. Writes: first, last."""
@@ -165,15 +169,16 @@ class AssistantHead(EagleHead):
         return run_steps(self.last, self, rows).h.to(self.dtype)
 
     def score(self, out: Tensor) -> Tensor:
-        """Score the tokens after outputs: [B, T, dim + F] -> [B, T, V] fp32."""
+        """Score the tokens after outputs: [B, T, dim + F] -> [B, T, V] fp32, -inf if not scored."""
         model = self.config.model
         x = out[..., : model.dim]
-        scores = self.lm_head(x)
         if not model.centroids:
-            return scores
+            return self.lm_head(x)
         best = self.centroids(x).topk(model.clusters).indices  # [B, T, clusters]
-        chosen = scores.new_zeros(*x.shape[:2], model.centroids).scatter(2, best, 1.0)
-        return scores.masked_fill(chosen.index_select(2, self.cluster) == 0, -torch.inf)
+        rows = self.token_weight[best].flatten(2, 3)  # [B, T, clusters V / C, dim]
+        found = (rows @ x[..., None])[..., 0].float()  # [B, T, clusters V / C]
+        scores = found.new_full((*x.shape[:2], model.vocab_size), -torch.inf)
+        return scores.scatter(2, self.tokens[best].flatten(2), found)
 
 
 def load_head(path: Path, target: Transformer, quant: Quantization | None = None) -> AssistantHead:
@@ -189,7 +194,8 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         head = AssistantHead(model, target.config, sources)
     held = {name for name, _ in head.named_parameters()}
     names = {name: parts for name, parts in NAMES.items() if name in held}
-    names["lm_head.weight"] = (LM_HEAD if LM_HEAD in files.readers else EMBEDDING,)
+    scores = "token_weight" if model.centroids else "lm_head.weight"
+    names[scores] = (LM_HEAD if LM_HEAD in files.readers else EMBEDDING,)
     for i in range(model.n_layers):
         beside = f"layers.{i}."
         names |= layer_names(beside, f"model.{beside}", model.layer(i), model.names)
@@ -198,9 +204,8 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         order = files.read(ORDER).long() if ORDER in files.readers else torch.empty(0)
         whole = torch.equal(order.sort().values, torch.arange(model.vocab_size))
         require(whole, f"{path}: {ORDER} must name every token once; download it again")
-        cluster = torch.empty_like(order)
-        cluster[order] = torch.arange(len(order)) // (len(order) // model.centroids)
-        head.cluster = cluster.to(target.norm.weight.device)
+        head.tokens = order.view(model.centroids, -1).to(target.norm.weight.device)
+        head.token_weight.data = head.token_weight.data[head.tokens]
     return head
 
 

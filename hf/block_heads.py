@@ -56,15 +56,11 @@ from hf.weights import check_layers, layer_names
 from model import ModelConfig
 from models.block_head import BlockModel
 from models.correlator import Correlator, HFCorrelator
-from models.keys import FULL, SLIDING, HFConfig, HFSwiGLU
+from models.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
 
 TAPS = Rule(
     "a list of layers, whole numbers from -1 (the embedding) on",
     lambda v: type(v) is list and bool(v) and all(map(integer(-1, 2**20).holds, v)),
-)
-KINDS = Rule(
-    f"a list of {FULL} and {SLIDING}",
-    lambda v: type(v) is list and all(kind in (FULL, SLIDING) for kind in v),
 )
 NO = Rule("false", lambda v: v is False)
 YES = Rule("true", lambda v: v is True)

@@ -36,7 +36,7 @@ from hf.known_heads import own_head
 from hf.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig, Mtp
 from models import registry
-from models.keys import all_ids
+from models.keys import HFLayerTypes, all_ids, check_layer_types
 from models.qwen3_next import split_projections
 from ops.library import has_cpu_operators
 from options import OF_DRAWS, GenerateConfig, Sampling
@@ -127,6 +127,7 @@ BARE = {
     ".router.scale": ".router.scale.weight",
     ".router.per_expert_scale": ".router.proj.expert_scale",
     ".embedding_norm.weight": ".norm.weight",
+    ".expert_bias": ".gate.e_score_correction_bias",
 }
 
 
@@ -206,9 +207,20 @@ def read_config(path: Path, raw: dict | None = None) -> ModelConfig:
         kind = read_fields(raw, HFArchitecture)
         row = registry.row_of(kind.architectures, kind.model_type)
         if row is not None:
-            return config_from(raw, row.name, extra_eos)
+            config = config_from(raw, row.name, extra_eos)
+            check_kinds(raw, config)
+            return config
     name = (kind.architectures or [kind.model_type])[0]
     raise ValueError(f"{path}: {registry.refusal(name)}")
+
+
+def check_kinds(raw: dict, config: ModelConfig) -> None:
+    """Check that a model whose layers are all alike names no layer of another kind.
+
+    raw: config.json. Raises: ValueError.
+    """
+    if not config.windows and not any(map(config.state_shape, range(config.n_layers))):
+        check_layer_types(read_fields(raw, HFLayerTypes).layer_types, config.n_layers)
 
 
 # of `Sampling`: what llama.cpp's keys call otherwise

@@ -20,7 +20,15 @@ from base.fields import FLAG, Rule, integer, key, only, positive, read_fields
 from model import DTYPES, ModelConfig, Rope
 from model import NAMES as LLAMA_NAMES
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import FULL, SLIDING, HFConfig, common_fields, rope_parameters
+from models.keys import (
+    FULL,
+    KINDS,
+    SLIDING,
+    HFConfig,
+    check_layer_types,
+    common_fields,
+    rope_parameters,
+)
 from steps import Add, Attend, Gate, HeadNorm, Norm, Project, Rotate, Step
 
 # what transformers takes where config.json leaves out a key; those of the 4B leave out most
@@ -110,10 +118,6 @@ class Gemma3(ModelConfig):
 
 # ------------------------------------------------------------------------------------- config.json
 
-KINDS = Rule(
-    f"a list of {SLIDING} and {FULL}",
-    lambda v: type(v) is list and all(kind in (SLIDING, FULL) for kind in v),
-)
 NONE = Rule("null", lambda v: v is None)
 NO = Rule("false", lambda v: v is False)
 
@@ -148,10 +152,7 @@ def read_config(raw: dict, architecture: str) -> Gemma3:
     if kinds is None:
         every = own.sliding_window_pattern
         kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(hf.num_hidden_layers)]
-    if len(kinds) != hf.num_hidden_layers:
-        raise ValueError(
-            f"layer_types must name all {hf.num_hidden_layers} layers; it names {len(kinds)}"
-        )
+    check_layer_types(kinds, hf.num_hidden_layers)
     if own.sliding_window > hf.max_position_embeddings:
         raise ValueError(
             f"sliding_window must be at most max_position_embeddings "

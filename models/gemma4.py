@@ -21,15 +21,17 @@ from torch import Tensor
 
 from base.fields import FLAG, OBJECT, integer, key, only, positive, read_fields
 from model import Rope
-from models.gemma3 import KINDS, Gemma3, ropes_of
+from models.gemma3 import Gemma3, ropes_of
 from models.gguf_names import LAYER, GgufLayout
 from models.keys import (
     EXPERTS,
     FULL,
+    KINDS,
     SHARE,
     SLIDING,
     WIDTH,
     HFConfig,
+    check_layer_types,
     common_fields,
     rope_parameters,
 )
@@ -346,8 +348,7 @@ def kinds_of(own: HFGemma4, layers: int) -> list[str]:
     kinds = own.layer_types
     if kinds is None:
         kinds = [FULL if i % 6 == 5 or i == layers - 1 else SLIDING for i in range(layers)]
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
+    check_layer_types(kinds, layers)
     if kinds[-1] != FULL:
         raise ValueError(f"layer_types must end with {FULL}; it ends with {kinds[-1]}")
     of_their_own = set(kinds[: layers - own.num_kv_shared_layers])

@@ -12,11 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import FLAG, Rule, integer, key, positive, read_fields
+from base.fields import FLAG, integer, key, positive, read_fields
 from model import NAMES as LLAMA_NAMES
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout
-from models.keys import EXPERTS, FULL, SLIDING, common_fields, read_swiglu_keys
+from models.keys import (
+    EXPERTS,
+    FULL,
+    KINDS,
+    SLIDING,
+    check_layer_types,
+    common_fields,
+    read_swiglu_keys,
+)
 from models.mixtral import counts
 from steps import Add, Attend, ClampedGate, Merge, Norm, Project, Rotate, Route, Step
 
@@ -72,10 +80,6 @@ class GptOss(ModelConfig):
 
 # of missing keys; the files of OpenAI name no dtype
 DEFAULTS = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
-KINDS = Rule(
-    f"a list of {SLIDING} and {FULL}",
-    lambda v: type(v) is list and all(kind in (SLIDING, FULL) for kind in v),
-)
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,7 @@ def read_config(raw: dict, architecture: str) -> GptOss:
     kinds = own.layer_types
     if kinds is None:
         kinds = [FULL if i % 2 else SLIDING for i in range(hf.num_hidden_layers)]
-    if len(kinds) != hf.num_hidden_layers:
-        raise ValueError(
-            f"layer_types must name all {hf.num_hidden_layers} layers; it names {len(kinds)}"
-        )
+    check_layer_types(kinds, hf.num_hidden_layers)
     fields = common_fields(hf)
     if not own.rope_truncate and fields["rope_scaling"]:
         fields["rope_scaling"] |= {"truncate": False}

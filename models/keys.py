@@ -41,6 +41,17 @@ LAYERS = Rule(
     "a list of layers, whole numbers from 0 on",
     lambda v: type(v) is list and all(map(integer(0, 2**20).holds, v)),
 )
+
+
+def rule_of_kinds(*kinds: str) -> Rule:
+    """Return the rule of `layer_types` of a model whose layers are of these kinds."""
+    return Rule(
+        f"a list of {' and '.join(kinds)}",
+        lambda v: type(v) is list and all(kind in kinds for kind in v),
+    )
+
+
+KINDS = rule_of_kinds(SLIDING, FULL)
 SHARE = Rule("a number above 0, at most 1", lambda v: type(v) in (int, float) and 0 < v <= 1)
 
 
@@ -81,6 +92,13 @@ class HFSwiGLU:
 
 
 @dataclass(frozen=True)
+class HFLayerTypes:
+    """The key that names the kind of every layer, of a model whose layers are all alike."""
+
+    layer_types: list | None = key(KINDS, None)
+
+
+@dataclass(frozen=True)
 class HFPartialRope:
     """The key that says how much of a head is turned: in `rope_parameters`, or beside them."""
 
@@ -110,6 +128,12 @@ def read_swiglu_keys(raw: dict) -> HFConfig:
     """Read the shared keys of a model whose feed-forward is SwiGLU. Raises: ValueError."""
     read_fields(raw, HFSwiGLU)
     return read_fields(raw, HFConfig)
+
+
+def check_layer_types(kinds: list | None, layers: int) -> None:
+    """Check that a list of kinds, if there is one, names every layer. Raises: ValueError."""
+    if kinds is not None and len(kinds) != layers:
+        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
 
 
 def common_fields(hf: HFConfig) -> dict[str, Any]:

@@ -1,25 +1,36 @@
-"""LFM2 and LFM2.5, dense: most layers are gated convolutions over the last three tokens.
+"""LFM2 and LFM2.5, dense or with experts: most layers are gated convolutions over three tokens.
 
 The state of such a layer is the inputs of a few tokens (kv_cache.py). The others are attention with
-norms of queries and keys.
+norms of queries and keys. Experts are chosen by sigmoids with a correction (`SigmoidRouter`).
 
-Source: arXiv 2511.23404. Not here: those with experts, pictures, sound.
+Source: arXiv 2511.23404. Not here: pictures, sound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from base.fields import FLAG, Rule, integer, key, positive, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig
-from models.gguf_names import LAYER, GgufLayout
-from models.keys import FULL, LAYERS, WIDTH, common_fields, read_swiglu_keys
-from steps import Add, Norm, Project, ShortConv, Step
+from models.gguf_names import LAYER, GgufLayout, same
+from models.keys import (
+    EXPERTS,
+    FULL,
+    LAYERS,
+    WIDTH,
+    check_layer_types,
+    common_fields,
+    read_swiglu_keys,
+    rule_of_kinds,
+)
+from models.mixtral import counts
+from steps import Add, Norm, Project, Route, ShortConv, Step
 
 CONV = "conv"
+WITH_EXPERTS = "Lfm2MoeForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class Lfm2(ModelConfig):
 
     conv_layers: tuple[int, ...] = ()  # layer_types, full_attn_idxs
     taps: int = 3  # conv_L_cache: tokens that a convolution reads
+    share_scale: float = 1.0  # routed_scaling_factor
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
@@ -42,6 +54,9 @@ class Lfm2(ModelConfig):
             "ffn_norm": ("ffn_norm",),
             "w13": ("feed_forward.w1", "feed_forward.w3"),
             "w2": ("feed_forward.w2",),
+            "router": ("feed_forward.gate",),
+            "experts.w13": ("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3"),
+            "experts.w2": ("feed_forward.experts.{}.w2",),
         }
 
     def state_shape(self, i: int) -> StateShape | None:
@@ -53,9 +68,12 @@ class Lfm2(ModelConfig):
             *(self.convolution(i) if i in self.conv_layers else self.attention()),
             Add(),
             Norm("ffn_norm", self.dim, self.norm_eps),
-            *self.feed_forward(),
+            *(self.mixture() if self.has_experts(i) else self.feed_forward()),
             Add(),
         )
+
+    def route(self) -> Route:
+        return replace(super().route(), sigmoid=True, share_scale=self.share_scale, share_eps=1e-6)
 
     def convolution(self, i: int) -> tuple[Step, ...]:
         """Return the steps of a gated convolution."""
@@ -82,12 +100,15 @@ DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# the same of one with experts, where it differs
+DEFAULTS_WITH_EXPERTS = {
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "block_auto_adjust_ff_dim": False,
+}
 OLDER = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-KINDS = Rule(
-    f"a list of {CONV} and {FULL}",
-    lambda v: type(v) is list and all(kind in (CONV, FULL) for kind in v),
-)
 NO = Rule("false", lambda v: v is False)
+YES = Rule("true", lambda v: v is True)
 
 
 @dataclass(frozen=True)
@@ -97,17 +118,35 @@ class HFLfm2:
     norm_eps: float = key(positive(1), 1e-5)
     conv_L_cache: int = key(integer(2, TAPS), 3)  # noqa: N815  (their name)
     conv_bias: bool = key(NO, False)
-    layer_types: list | None = key(KINDS, None)
+    layer_types: list | None = key(rule_of_kinds(CONV, FULL), None)
     full_attn_idxs: list | None = key(LAYERS, None)
     block_auto_adjust_ff_dim: bool = key(FLAG, True)
     block_ffn_dim_multiplier: float | None = key(positive(1e3), 1.0)
     block_multiple_of: int = key(WIDTH, 256)
 
 
+@dataclass(frozen=True)
+class HFExperts:
+    """The further keys of one with experts, with transformers' defaults."""
+
+    moe_intermediate_size: int = key(WIDTH, 1792)
+    num_experts: int = key(EXPERTS, 32)
+    num_experts_per_tok: int = key(EXPERTS, 4)
+    num_dense_layers: int = key(integer(0, 2**12), 2)
+    norm_topk_prob: bool = key(FLAG, True)
+    use_expert_bias: bool = key(YES, True)
+    routed_scaling_factor: float = key(positive(1e3), 1.0)
+
+
 def read_config(raw: dict, architecture: str) -> Lfm2:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
     given = {name: value for name, value in raw.items() if value is not None}
-    raw = DEFAULTS | {OLDER.get(name, name): value for name, value in given.items()}
+    given = {OLDER.get(name, name): value for name, value in given.items()}
+    experts = {}
+    if architecture == WITH_EXPERTS:
+        experts = mixture_fields(read_fields(given, HFExperts))
+        given = DEFAULTS_WITH_EXPERTS | given
+    raw = DEFAULTS | given
     own = read_fields(raw, HFLfm2)
     fields = common_fields(read_swiglu_keys(raw))
     width = fields["ffn_dim"]
@@ -120,7 +159,18 @@ def read_config(raw: dict, architecture: str) -> Lfm2:
         qk_norm=True,
         conv_layers=conv_layers(own, fields["n_layers"]),
         taps=own.conv_L_cache,
+        **experts,
     )
+
+
+def mixture_fields(hf: HFExperts) -> dict[str, Any]:
+    """Translate the keys of experts. Raises: ValueError for more chosen ones than there are."""
+    return counts("num_experts", hf.num_experts, hf.num_experts_per_tok) | {
+        "expert_dim": hf.moe_intermediate_size,
+        "dense_layers": tuple(range(hf.num_dense_layers)),
+        "norm_topk": hf.norm_topk_prob,
+        "share_scale": hf.routed_scaling_factor,
+    }
 
 
 def conv_layers(own: HFLfm2, layers: int) -> tuple[int, ...]:
@@ -133,8 +183,7 @@ def conv_layers(own: HFLfm2, layers: int) -> tuple[int, ...]:
     if kinds is None:
         places = list(range(layers)) if places is None else places
         kinds = [FULL if i in places else CONV for i in range(layers)]
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
+    check_layer_types(kinds, layers)
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
     if not full:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {CONV} alone")
@@ -160,7 +209,14 @@ def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
             f"{metadata.path}: attention.head_count_kv must be 0 for convolutions, and one number "
             "for all other layers; use another file"
         )
-    return {
+    experts = {}
+    if metadata.get(name("expert_count")):
+        experts = {
+            "num_experts": metadata.size(name("expert_count")),
+            "num_dense_layers": metadata.read(name("leading_dense_block_count"), int, 0),
+            "routed_scaling_factor": metadata.positive(name("expert_weights_scale"), 1.0),
+        }
+    return experts | {
         "layer_types": [FULL if count else CONV for count in heads],
         "conv_L_cache": metadata.size(name("shortconv.l_cache")),
         "norm_eps": metadata.positive(name("attention.layer_norm_rms_epsilon"), 1e-5),
@@ -182,8 +238,17 @@ GGUF = GgufLayout(
         "shortconv.in_proj": "conv.in_proj",
         "shortconv.out_proj": "conv.out_proj",
     },
+    mixture={
+        "ffn_gate_inp": "feed_forward.gate",
+        "ffn_gate": "feed_forward.experts.{}.w1",
+        "ffn_down": "feed_forward.experts.{}.w2",
+        "ffn_up": "feed_forward.experts.{}.w3",
+    },
     beside={"token_embd_norm": "model.norm"},
-    changed={"shortconv.conv.weight": ("conv.conv.weight", lambda x: x[:, None])},
+    changed={
+        "shortconv.conv.weight": ("conv.conv.weight", lambda x: x[:, None]),
+        "exp_probs_b.bias": ("feed_forward.gate.e_score_correction_bias", same),
+    },
     by_layer=True,
     keys=gguf_keys,
 )

@@ -18,7 +18,16 @@ from base.fields import FLAG, Rule, integer, key, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig, Mtp, Rope
 from models.gguf_names import GgufLayout, same
-from models.keys import EXPERTS, FULL, WIDTH, common_fields, read_swiglu_keys, rotary_dim
+from models.keys import (
+    EXPERTS,
+    FULL,
+    WIDTH,
+    check_layer_types,
+    common_fields,
+    read_swiglu_keys,
+    rotary_dim,
+    rule_of_kinds,
+)
 from models.mixtral import counts
 from models.qwen import GGUF as QWEN2
 from steps import (
@@ -126,10 +135,6 @@ class Qwen35(ModelConfig):
 
 # ------------------------------------------------------------------------------------- config.json
 
-KINDS = Rule(
-    f"a list of {LINEAR} and {FULL}",
-    lambda v: type(v) is list and all(kind in (LINEAR, FULL) for kind in v),
-)
 YES = Rule("true", lambda v: v is True)
 
 
@@ -143,7 +148,7 @@ class HFQwen35:
     linear_key_head_dim: int = key(WIDTH, 128)
     linear_value_head_dim: int = key(WIDTH, 128)
     linear_conv_kernel_dim: int = key(integer(TAPS, TAPS), TAPS)
-    layer_types: list | None = key(KINDS, None)
+    layer_types: list | None = key(rule_of_kinds(LINEAR, FULL), None)
     # every so many layers one is full; None: 4, where layer_types are missing
     full_attention_interval: int | None = key(integer(1, 2**20), None)
     attn_output_gate: bool = key(YES, True)
@@ -209,8 +214,7 @@ def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
     every = own.full_attention_interval or 4
     regular = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = own.layer_types or regular
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
+    check_layer_types(kinds, layers)
     if FULL not in kinds:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {LINEAR} alone")
     if own.full_attention_interval and kinds != regular:

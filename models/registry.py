@@ -47,6 +47,7 @@ ROWS = (
     Row("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", "qwen35moe"),
     Row("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next", "qwen3next"),
     Row("lfm2", "Lfm2ForCausalLM", "lfm2", "lfm2"),
+    Row("lfm2", "Lfm2MoeForCausalLM", "lfm2_moe", "lfm2moe"),
     Row("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
     Row("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", "glm4moe"),
     Row("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),

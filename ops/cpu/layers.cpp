@@ -246,14 +246,14 @@ Routes route_by_softmax(const at::Tensor& x, const at::Tensor& scores, int64_t c
 
 // Shares are sigmoids of the scores; a correction, [E] fp32, is added to choose by.
 Routes route_by_sigmoid(const at::Tensor& x, const at::Tensor& scores, int64_t chosen, bool norm,
-                        const at::Tensor& correction, float factor) {
+                        const at::Tensor& correction, float factor, float eps) {
   const at::Tensor every = scores.sigmoid();
   Routes to = route(x, every.add(correction), every, chosen);
   float* shares = to.share.mutable_data_ptr<float>();
   for (int64_t r = 0; r < to.share.size(0); r++, shares += chosen) {
     float total = 0;
     for (int64_t j = 0; j < chosen; j++) total += shares[j];
-    total += 1e-20f;
+    total += eps;
     for (int64_t j = 0; j < chosen; j++) shares[j] = (norm ? shares[j] / total : shares[j]) * factor;
   }
   return to;
@@ -764,9 +764,9 @@ class Machine {
     const bool norm = step.counts[1], by_sigmoid = step.counts[2];
     at::Tensor scores =  // [..., E]
         score(x, step.weight(), by_sigmoid ? std::optional<at::Tensor>() : step.weights[1]);
-    if (step.numbers[0] != 1) scores = scale(scores, step.numbers[0]);
+    if (!by_sigmoid && step.numbers[0] != 1) scores = scale(scores, step.numbers[0]);
     routes = by_sigmoid ? route_by_sigmoid(at(H), scores, chosen, norm, step.weight(1),
-                                           float(step.numbers[1]))
+                                           float(step.numbers[0]), float(step.numbers[1]))
                         : route_by_softmax(at(H), scores, chosen, norm, step.weights[2]);
     return routes.rows;
   }

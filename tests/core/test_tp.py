@@ -66,6 +66,13 @@ SHARED = TINY | {
     "shared_expert_intermediate_size": 128, "mlp_bias": False,
 }  # fmt: skip
 
+GLM4 = TINY | {"architectures": ["Glm4ForCausalLM"], "mlp_bias": False}  # norms behind the sums
+
+GLM45 = TINY | {  # experts by sigmoids and a shared one, behind a dense layer
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "num_hidden_layers": 3, "use_qk_norm": True, "mlp_bias": False,
+}  # fmt: skip
+
 
 def write_tiny(path: Path, raw: dict) -> str:
     """Returns: the directory of a model of random weights. Writes: it."""
@@ -151,9 +158,12 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
             "llama": options_of("llama", "eagle", dtype="float32"),
             "biases": options_of(tiny, "ngram", prompts=PROMPTS[:1], **fp32, top_p=0.9),
             "sinks": options_of(sinks, "ngram", prompts=PROMPTS[:1], **fp32),
-            "shared expert": options_of(
-                write_tiny(folder / "shared", SHARED), "ngram", prompts=PROMPTS[:1], **fp32
-            ),
+            **{
+                name: options_of(
+                    write_tiny(folder / name, raw), "ngram", prompts=PROMPTS[:1], **fp32
+                )
+                for name, raw in {"shared expert": SHARED, "glm4": GLM4, "glm4.5": GLM45}.items()
+            },
             "int8": options_of("llama", "eagle", **int8),
             "int8 vanilla": options_of("llama", "none", **int8),
             "int4": options_of(mixture, "model", draft_checkpoint=mixture, **int4),
@@ -191,7 +201,8 @@ def quick(tmp_path_factory) -> Quick:
 
 
 @pytest.mark.parametrize("world,name,least", [
-    (2, "llama", 1.5), (2, "biases", 0), (2, "sinks", 0), (2, "shared expert", 0), (2, "compiled fp32", 1), (4, "mixtral", 1.5),
+    (2, "llama", 1.5), (2, "biases", 0), (2, "sinks", 0), (2, "shared expert", 0), (2, "glm4", 0), (2, "glm4.5", 0),
+    (2, "compiled fp32", 1), (4, "mixtral", 1.5),
 ])  # fmt: skip
 def test_ranks_decode_what_one_device_does(quick, world, name, least):
     """With KV heads for each, with every bias, and with experts, two KV heads for four ranks, and rows that are sampled."""

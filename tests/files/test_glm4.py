@@ -82,6 +82,8 @@ def test_no_drafter_changes_a_token(tmp_path, form, temperature):
 BAD_KEYS = [
     ("hidden_act", "gelu", "hidden_act must be silu"),
     ("rope_parameters", {"partial_rotary_factor": 0.1}, "leave an even number"),
+    ("layer_types", ["linear_attention"] * 3, "must be a list of sliding_attention and full_"),
+    ("layer_types", ["full_attention"], "layer_types must name all 3 layers; it names 1"),
     ("attention_bias", "yes", "attention_bias must be true or false"),
     ("num_key_value_heads", 4, "its config asks for"),
 ]

@@ -23,10 +23,12 @@ from session import Session
 from tiny_models import (
     IDS,
     NAMES,
+    assert_names_of_package,
     assert_same_directory,
     assert_same_logits,
     gguf_tensors,
     metadata_of,
+    of_experts,
     refused,
     refused_keys,
     saved,
@@ -43,13 +45,26 @@ CASES = {
     "two tokens, its own width": {"conv_L_cache": 2, "block_auto_adjust_ff_dim": False},
     "four tokens, a wider feed-forward": {"conv_L_cache": 4, "block_ffn_dim_multiplier": 1.3},
 }
+EXPERTS = {
+    "kind": "Lfm2Moe", "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+}  # fmt: skip
+CASES |= {
+    "experts": EXPERTS,
+    "experts, scaled": EXPERTS | {"num_dense_layers": 0, "routed_scaling_factor": 2.5},
+}
 
 
-def random_model(**options):
+def random_model(kind="Lfm2", **options):
+    """A model, with corrections that change which experts are chosen."""
+
     def spread(name: str) -> tuple[float, float]:
         return float("norm" in name), 0.6 if "conv.conv" in name else 0.2
 
-    return tiny_models.random_model("Lfm2", SIZES | options, spread)
+    model = tiny_models.random_model(kind, SIZES | options, spread)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.normal_(0, 0.2)
+    return model
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -72,6 +87,9 @@ GGUF_NAMES = NAMES | {
     "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output",
     "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
     "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.gate_proj": "ffn_gate_exps", "feed_forward.experts.up_proj": "ffn_up_exps",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 
 
@@ -79,13 +97,22 @@ def write_file(path, model, kinds="F32", further=None):
     c = model.config
     c.rms_norm_eps = c.norm_eps
     tensors = gguf_tensors(
-        model, GGUF_NAMES, lambda name, v: {name: v[:, 0] if "conv.conv" in name else v}
+        model, GGUF_NAMES, lambda name, v: of_experts(name, v[:, 0] if "conv.conv" in name else v)
     )
+    width = len(tensors.get("blk.0.ffn_gate.weight", ())) or c.intermediate_size
     own = {
         "attention.head_count_kv": [2 * (kind != "conv") for kind in c.layer_types],
-        "shortconv.l_cache": c.conv_L_cache, "feed_forward_length": len(tensors["blk.0.ffn_gate.weight"]),
+        "shortconv.l_cache": c.conv_L_cache, "feed_forward_length": width,
     }  # fmt: skip
-    return write(path, metadata_of(model, "lfm2", own | (further or {})), tensors, kinds)
+    if c.model_type == "lfm2":
+        return write(path, metadata_of(model, "lfm2", own | (further or {})), tensors, kinds)
+    own |= {
+        "expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok, "expert_gating_func": 2,
+        "expert_feed_forward_length": c.moe_intermediate_size, "leading_dense_block_count": c.num_dense_layers,
+        "expert_weights_scale": c.routed_scaling_factor,
+    }  # fmt: skip
+    assert_names_of_package(tensors, "lfm2moe")
+    return write(path, metadata_of(model, "lfm2moe", own), tensors, kinds)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -96,18 +123,24 @@ def test_files(tmp_path, case):
     assert_same_file(path, reference)
 
 
-def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
-    assert_same_greedy_text(tmp_path, random_model())
+@pytest.mark.parametrize("options", [EXPERTS, *slow([{}])])
+def test_64_greedy_tokens_are_those_of_transformers(tmp_path, options):
+    assert_same_greedy_text(tmp_path, random_model(**options))
 
 
 def in_q8(name: str) -> str:
     return "F32" if "shortconv.conv" in name else "Q8_0"
 
 
-@pytest.mark.parametrize("temperature", [1.0, *slow([0.0])])
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "blocks", *slow(["int8", "int4"])])
-def test_no_drafter_changes_a_token(tmp_path, form, temperature):
-    reference = random_model()
+MATRIX = [  # options, form, temperature
+    ({}, "bfloat16", 1.0), ({}, "blocks", 1.0), (EXPERTS, "bfloat16", 1.0), (EXPERTS, "int8", 0.0),
+    *slow([(options, form, t) for options in ({}, EXPERTS) for form in FORMS for t in (0.0, 1.0)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, form, temperature", MATRIX)
+def test_no_drafter_changes_a_token(tmp_path, options, form, temperature):
+    reference = random_model(**options)
     reference.save_pretrained(tmp_path)
     write_file(tmp_path / "m.gguf", reference, in_q8)
     assert_drafts_as_vanilla(FORMS[form](tmp_path), form != "float32", temperature)
@@ -142,7 +175,6 @@ BAD_KEYS = [
     ("conv_L_cache", 5, "conv_L_cache must be a whole number from 2 to 4"),
     ("conv_bias", True, "conv_bias must be false"),
     ("block_multiple_of", 128, "its config asks for"),
-    ("architectures", ["Lfm2MoeForCausalLM"], "architecture Lfm2MoeForCausalLM is not supported"),
 ]  # fmt: skip
 
 
