@@ -19,7 +19,6 @@ from torch import nn
 
 import sampling
 from base.head_kinds import head_kind
-from base.parsing import parse
 from base.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
@@ -29,9 +28,6 @@ from generate import load
 from helpers import (
     GOLDEN,
     PROMPTS,
-    compiled_as_on_cuda,
-    decode,
-    engine_for,
     golden_target,
     order_of,
     slow,
@@ -293,15 +289,6 @@ def test_traced_drafts_are_the_eager_ones(official, kind):
         assert torch.equal(getattr(ours, name), getattr(eager, name))
 
 
-@pytest.mark.slow  # 7 s each: all steps of a cycle are traced
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
-def test_traced_cycles_are_the_eager_ones(official, kind):
-    drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 8))
-    engine = engine_for(golden_target(), drafter, max_new_tokens=12, temperature=1.0, batch_size=2)
-    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == decode(engine, *PROMPTS).history
-
-
 @pytest.mark.parametrize("kind", ["medusa 2", "hydra++"])
 def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
     options = {"checkpoint": str(TARGET), "head": str(official[kind][1]), "device": "cpu"}
@@ -417,18 +404,6 @@ def test_wrong_options_are_one_line(official):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             load(checkpoint=str(TARGET), device="cpu", **options)
-
-
-@pytest.mark.parametrize("first, second", [("head", "eagle"), ("eagle", "head")])
-def test_two_heads_on_a_command_line_are_refused(first, second, capsys):
-    """Under both names of the option, also two equal ones; the last of one name counts, as of other options."""
-    for value in ("a", "b"):
-        with pytest.raises(SystemExit) as stop:
-            parse(GenerateConfig, "generate.py", "", [f"--{first}=a", f"--{second}", value])
-        message = f"--{second} is another name of --{first}; give one of them; see --help"
-        assert stop.value.code == 2 and capsys.readouterr().err == f"generate.py: {message}\n"
-    found = parse(GenerateConfig, "generate.py", "", [f"--{first}=a", f"--{first}=b"])
-    assert found.head == "b"
 
 
 def test_sampled_children_are_those_of_each_nodes_own_noise(official):
