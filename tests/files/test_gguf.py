@@ -677,7 +677,7 @@ METADATA = {
     ),
     "no heads' width": ({"llama.attention.head_count": 2**20, "llama.attention.key_length": None}, "key_length must be even"),
     "wide heads": ({"llama.attention.key_length": 2**20}, "head_count times key_length must be at most 1048576"),
-    "window": ({"llama.attention.sliding_window": np.int32(-4)}, "sliding_window must be 1 to 16777216; it is -4"),
+    "window": ({"llama.attention.sliding_window": -4}, "sliding_window must be 1 to 16777216; it is -4"),
     "context": ({"llama.context_length": 0}, "context_length must be 1 to 16777216; it is 0"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon must be a finite number above 0; it is -1.0"),
     "base": ({"llama.rope.freq_base": NAN}, "rope.freq_base must be a finite number above 0; it is nan"),
