@@ -150,15 +150,6 @@ def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
     assert len(masks) == 1 and result.text[0].startswith("The answer is")
 
 
-def test_a_masked_text_differs_from_a_free_one():
-    engine = engine_of()
-    free = generate(engine, [PROMPT])
-    bound = generate(engine, [PROMPT], grammar=PERSON)
-    assert free.tokens != bound.tokens and bound.finish_reason == ["stop"]
-    jsonschema.validate(json.loads(bound.text[0]), PERSON)
-    assert free.tokens == generate(engine, [PROMPT]).tokens  # nothing stays behind
-
-
 @pytest.mark.parametrize("draft", ["none", "dynamic", "ngram", "auto", "model"])
 def test_forced_tokens_cost_no_pass_of_their_own(draft):
     engine = engine_of(draft)

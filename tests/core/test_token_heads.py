@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -78,45 +79,14 @@ class HydraBlock(nn.Module):
         return self.res_connection(x) + F.silu(self.linear(x))
 
 
-class PrefixLayer(nn.Module):
-    """`LlamaModel` of one layer over given inputs, in plain products: RMSNorm, RoPE, attention, SwiGLU."""
-
-    def __init__(self, c):
-        super().__init__()
-        attention, mlp, layer = nn.Module(), nn.Module(), nn.Module()
-        for name in "qkvo":
-            setattr(attention, f"{name}_proj", nn.Linear(c.dim, c.dim, bias=False))
-        for name in ("gate", "up"):
-            setattr(mlp, f"{name}_proj", nn.Linear(c.dim, c.ffn_dim, bias=False))
-        mlp.down_proj = nn.Linear(c.ffn_dim, c.dim, bias=False)
-        layer.self_attn, layer.mlp = attention, mlp
-        layer.input_layernorm = nn.RMSNorm(c.dim, c.norm_eps)
-        layer.post_attention_layernorm = nn.RMSNorm(c.dim, c.norm_eps)
-        self.layers = nn.ModuleList([layer])
-        self.norm = nn.RMSNorm(c.dim, c.norm_eps)
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.dim)
-        self.c = c
-
-    def forward(self, x):  # [T, F]
-        layer, c, T = self.layers[0], self.c, len(x)
-        h = layer.input_layernorm(x)
-        q, k, v = (
-            getattr(layer.self_attn, f"{n}_proj")(h).view(T, c.n_heads, -1).transpose(0, 1)
-            for n in "qkv"
-        )
-        frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2).float() / c.head_dim)
-        angle = torch.outer(torch.arange(T).float(), frequency)
-        cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
-
-        def rotate(y):
-            one, two = y.chunk(2, -1)
-            return y * cos + torch.cat((-two, one), -1) * sin
-
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x = x + layer.self_attn.o_proj(y.transpose(0, 1).reshape(T, -1))
-        h = layer.post_attention_layernorm(x)
-        h = F.silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h)
-        return self.norm(x + layer.mlp.down_proj(h))
+def prefix_layer(c) -> transformers.LlamaModel:
+    """The official prefix is a `LlamaModel` of one layer over given inputs."""
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.ffn_dim, num_hidden_layers=1,
+        num_attention_heads=c.n_heads, rms_norm_eps=c.norm_eps, max_position_embeddings=c.max_context,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )  # fmt: skip
+    return transformers.LlamaModel(config)
 
 
 class OfficialHydra(nn.Module):
@@ -137,7 +107,7 @@ class OfficialHydra(nn.Module):
             lm_head = nn.Linear(c.dim, c.vocab_size)
             self.hydra_lm_head.append(nn.Sequential(*drop, lm_head) if prefix else lm_head)
         if prefix:
-            self.prefix_embeding_layer = PrefixLayer(c)
+            self.prefix_embeding_layer = prefix_layer(c)
         self.prefix = prefix
 
     def scores(self, feature, path: tuple[int, ...]):
@@ -200,7 +170,10 @@ def features_of(tokens: list[int]):
 def scorer(kind: str, module, features):
     """A function of a path, (root, drafted tokens), that returns the logits of its children."""
     if kind.startswith("hydra"):
-        feature = module.prefix_embeding_layer(features)[-1] if kind == "hydra++" else features[-1]
+        feature = features[-1]
+        if kind == "hydra++":
+            prefix = module.prefix_embeding_layer(inputs_embeds=features[None])
+            feature = prefix.last_hidden_state[0, -1]
         return lambda path: module.scores(feature, path)
     lm_head = golden_target().lm_head if kind == "medusa 2" else nn.Identity()
     return lambda path: lm_head(module[len(path) - 1](features[-1]))
