@@ -106,7 +106,8 @@ class LookaheadDrafter(Drafter):
         """Move the window by one row, and add its n-grams to the pool."""
         W, N, _ = self.sizes
         window, pool, passes = state
-        if update.tree is None:  # of a prompt
+        if update.tree is None or update.tree.allowed is not None:
+            # a prompt, or a tree under a grammar, which has no nodes of the window
             tokens, pos = update.text
             step = torch.arange((N - 1) * W, device=pos.device) * STRIDE
             start = tokens.gather(1, step % (pos[:, None] + 1)).view_as(window)

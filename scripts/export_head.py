@@ -24,6 +24,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,21 +85,13 @@ COMMAND = read_command() if __name__ == "__main__" else None
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hf.fetch import fetched, title_of
-from hf.gguf import NAMES, row_order
 from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
 from hf.heads import EagleConfig
 from model import rope_frequencies
-from models.gguf_names import LAYER
+from scripts.gguf_file import gguf_name, keys_of, rotated_as_in_llama_cpp, stored, write
 from scripts.head_layouts import Head, read, write_directory
-
-# names of the official layout -> of GGUF
-STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}
-STEMS |= {"fc": "fc", "input_norm": "enc.output_norm"}
-LAYER_STEMS = {official: stem for stem, official in LAYER.items()} | {"hidden_norm": "attn_norm_2"}
-
 
 # ------------------------------------------------------------------------------------------- GGUF
 
@@ -128,31 +121,11 @@ def check_fits_llama_cpp(head: Head) -> None:
             raise ValueError(f"{head.files.path}: llama.cpp cannot run this head, which {fault}")
 
 
-def gguf_name(official: str) -> str:
-    """Translate `midlayer.mlp.up_proj.weight` -> `blk.0.ffn_up.weight`."""
-    stem = official.removesuffix(".weight")
-    if stem.startswith("midlayer."):
-        return f"blk.0.{LAYER_STEMS[stem.removeprefix('midlayer.')]}.weight"
-    return f"{STEMS[stem]}.weight"
-
-
 def metadata_of(head: Head, name: str) -> dict[str, Any]:
     """Return the keys of the file, and the target's tokenizer. name: the file's"""
     model = head.config.model
     eagle3 = head.config.eagle3
-    keys = {
-        "vocab_size": model.vocab_size,
-        "context_length": model.max_context,
-        "embedding_length": model.dim,
-        "block_count": 1,
-        "feed_forward_length": model.ffn_dim,
-        "attention.head_count": model.n_heads,
-        "attention.head_count_kv": model.n_kv_heads,
-        "attention.key_length": model.head_dim,
-        "attention.value_length": model.head_dim,
-        "attention.layer_norm_rms_epsilon": model.norm_eps,
-        "rope.dimension_count": model.head_dim,
-        "rope.freq_base": float(model.rope_theta),
+    keys = keys_of(model) | {
         "target_layers": list(eagle3.aux_layers),
         "target_hidden_size": eagle3.target_dim,
         "norm_before_residual": eagle3.norm_before_residual,
@@ -172,33 +145,24 @@ def metadata_of(head: Head, name: str) -> dict[str, Any]:
     return metadata | tokenizer
 
 
-def add_key(writer: Any, key: str, value: Any) -> None:
-    """Write a key, a whole number in the smallest common type that holds it."""
-    whole = writer.add_uint32
-    if type(value) is int and not 0 <= value < 2**32:
-        whole = writer.add_uint64 if value > 0 else writer.add_int64
-    add = {
-        bool: writer.add_bool,
-        int: whole,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    add[type(value)](key, value)
-
-
-def stored(weight: Tensor, kind: str) -> tuple[np.ndarray, str]:
-    """Return a matrix in a type of FORMATS; F16 for rows that its blocks do not divide.
-
-    weight: [N, K] fp32
-    Returns: bytes; their type.
-    """
-    import gguf
-
-    kind = kind.upper()
-    if weight.shape[1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
-        kind = "F16"
-    return gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]), kind
+def tensors_of(head: Head, kind: str) -> Iterator[tuple[str, np.ndarray, str | None]]:
+    """Yield the tensors of the file, as `gguf_file.write` takes them. kind: of FORMATS"""
+    model = head.config.model
+    for official, read_tensor in head.tensors().items():
+        name = gguf_name(official)
+        weight = read_tensor().float()
+        if not weight.isfinite().all() or weight.abs().max() > torch.finfo(torch.float16).max:
+            raise ValueError(f"{head.files.path}: {official} has numbers beyond 16 bits")
+        if weight.dim() == 1:
+            yield name, weight.numpy(), None
+            continue
+        yield name, *stored(rotated_as_in_llama_cpp(weight, name, model), kind)
+    if head.ids is not None:
+        yield D2T, head.ids.numpy(), None
+    if (model.rope_scaling or {}).get("rope_type") == "llama3":
+        (rope,) = model.ropes
+        plain = rope_frequencies(rope._replace(scaling=None))
+        yield "rope_freqs.weight", (plain / rope_frequencies(rope)).numpy(), None
 
 
 def write_gguf(head: Head, out: Path, kind: str) -> None:
@@ -206,44 +170,10 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
 
     Raises: ValueError for a head that llama.cpp does not run, or where it cannot be written.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError(f"{out} needs the package gguf; run: pip install gguf") from None
     check_fits_llama_cpp(head)
-    model = head.config.model
-    heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}
-
-    def write(path: Path) -> None:
-        writer = gguf.GGUFWriter(path, EAGLE3)
-        for key, value in metadata_of(head, out.stem).items():
-            add_key(writer, key, value)
-        for official, read_tensor in head.tensors().items():
-            name = gguf_name(official)
-            weight = read_tensor().float()
-            if not weight.isfinite().all() or weight.abs().max() > torch.finfo(torch.float16).max:
-                raise ValueError(f"{head.files.path}: {official} has numbers beyond 16 bits")
-            order = row_order(len(weight), heads.get(name.split(".")[-2], 0))
-            if order is not None:
-                weight = torch.empty_like(weight).index_copy_(0, order, weight)
-            if weight.dim() == 1:
-                writer.add_tensor(name, weight.numpy())
-                continue
-            data, type_name = stored(weight, kind)
-            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[type_name])
-        if head.ids is not None:
-            writer.add_tensor(D2T, head.ids.numpy())
-        if (model.rope_scaling or {}).get("rope_type") == "llama3":
-            (rope,) = model.ropes
-            plain = rope_frequencies(rope._replace(scaling=None))
-            writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(rope)).numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
+    metadata = metadata_of(head, out.stem)
     try:
-        replace_file(out, write)
+        replace_file(out, lambda path: write(path, EAGLE3, metadata, tensors_of(head, kind)))
     except OSError as error:
         raise ValueError(
             f"cannot write {out} ({error.strerror}); free some space or name another file"

@@ -1,8 +1,7 @@
 """Run llama.cpp on the weights of a checkpoint: a GGUF writer, and a greedy decoder over its C API.
 
 1. `write_gguf` reads one tensor at a time and writes it in one format: bf16, f16, q8_0 or q4_0.
-   llama.cpp rotates neighbouring pairs where Hugging Face rotates halves, so the rows of q and k
-   are reordered. The file has no vocabulary: ids go in and out.
+   The file has no vocabulary: ids go in and out.
 2. `LlamaCpp` feeds ids at a position and reads logits. It first evicts the cache from that position
    on, which rolls back a rejected draft.
 3. `decode` is greedy, without drafts, with those of llama-cpp-python's own prompt lookup, or with
@@ -17,17 +16,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from tqdm import tqdm
 
 from base.io import log_note
 from hf.config import open_source, read_config
 from hf.weights import weight_names
+from scripts import gguf_file
 from session import common_prefix
 
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
@@ -35,29 +34,6 @@ EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
 NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
-NAMES = {  # of Hugging Face -> of GGUF
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-
-
-def gguf_name(name: str) -> str:
-    """Translate a name: `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
-    layer = ""
-    rest = name.removesuffix(".weight")
-    if rest.startswith("model.layers."):
-        number, rest = rest.removeprefix("model.layers.").split(".", 1)
-        layer = f"blk.{number}."
-    return f"{layer}{NAMES[rest]}.weight"
-
-
-def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of q or k, [H * E, F], from rotated halves to rotated neighbours."""
-    halves = weight.view(-1, 2, head_dim // 2, weight.shape[1])  # [H, 2, E/2, F]
-    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
@@ -65,40 +41,26 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
 
     Raises: ValueError for a model that this writer does not know.
     """
-    import gguf
-
     config = read_config(checkpoint)
     files = open_source(checkpoint)
     if config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.rope_scaling:
         kinds = "biases, norms of queries and scaled RoPE"
         raise ValueError(f"{checkpoint}: {kinds} are not written to GGUF; leave llama.cpp out")
-    partial = Path(f"{file}.tmp")
-    writer = gguf.GGUFWriter(partial, "llama", use_temp_file=True)
-    writer.add_context_length(config.max_context)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_embedding_length(config.dim)
-    writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(config.ffn_dim)
-    writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_tokenizer_model("no_vocab")
-    quantization = gguf.GGMLQuantizationType[kind.upper()]
     names = [theirs for stacked in weight_names(config).values() for theirs in stacked]
-    for name in tqdm(names, desc=f"GGUF {kind}", unit="tensor"):
-        weight = files.read(name).float()
-        if "q_proj" in name or "k_proj" in name:
-            weight = interleaved(weight, config.head_dim)
-        one = quantization if weight.dim() == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(weight.numpy(), one), raw_dtype=one)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    def tensors() -> Iterator[tuple[str, np.ndarray, str | None]]:
+        for official in tqdm(names, desc=f"GGUF {kind}", unit="tensor"):
+            name = gguf_file.gguf_name(official)
+            weight = files.read(official).float()
+            if weight.dim() == 1:
+                yield name, weight.numpy(), None
+                continue
+            weight = gguf_file.rotated_as_in_llama_cpp(weight, name, config)
+            yield name, *gguf_file.stored(weight, kind)
+
+    keys = {f"llama.{key}": value for key, value in gguf_file.keys_of(config).items()}
+    partial = Path(f"{file}.tmp")
+    gguf_file.write(partial, "llama", keys | {"tokenizer.ggml.model": "no_vocab"}, tensors())
     partial.replace(file)
 
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from scripts import gguf_file
+
 # ggml's type of a tensor, its name and its size; the size of a norm, conv or bias has no type
 Tensor = tuple[str, str, tuple[int, ...]]
 CODES = {"Q4_K": 144, "Q6_K": 210, "Q8_0": 34, "MXFP4": 17}  # bytes of a block
@@ -236,22 +238,16 @@ def numbers_of(name: str, size: tuple[int, ...], draw: np.random.Generator) -> n
 
 def write(shape: Shape, file: Path) -> None:
     """Write a file. Writes: `file`."""
-    import gguf
-
-    writer = gguf.GGUFWriter(file, shape.architecture, use_temp_file=False)
     draw = np.random.default_rng(0)
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in shape.keys.items():
-        add.get(type(value), writer.add_array)(f"{shape.architecture}.{key}", value)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(shape.tensors[0][2][0])
-    for kind, name, size in shape.tensors:
-        if kind in CODES:
-            data = random_bytes(kind, size, draw)
-            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-        else:
-            writer.add_tensor(name, numbers_of(name, size, draw))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    metadata = {f"{shape.architecture}.{key}": value for key, value in shape.keys.items()}
+    metadata |= {
+        f"{shape.architecture}.vocab_size": shape.tensors[0][2][0],
+        "tokenizer.ggml.model": "no_vocab",
+    }
+    tensors = (
+        (name, random_bytes(kind, size, draw), kind)
+        if kind in CODES
+        else (name, numbers_of(name, size, draw), None)
+        for kind, name, size in shape.tensors
+    )
+    gguf_file.write(file, shape.architecture, metadata, tensors)

@@ -8,33 +8,11 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-
-from extras.stand_in import ModelShape
 from hf.checkpoint import Quantization
 from hf.weights import load_model
 from options import ROOT
 
 SAMPLE_S = 0.0005  # between two looks at the memory of a process that loads
-SHAPE = ModelShape(  # of 1.1 billion parameters, embedding and LM head included
-    "1.1b", dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64, ffn_dim=5632, vocab_size=32000
-)  # fmt: skip
-
-
-def write_random_model(
-    path: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int = 500_000_000
-) -> int:
-    """Returns: the bytes of a LLaMA's parameters. Writes: it, into `path`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.dim, intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads, num_key_value_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=2**17,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype)
-    model.save_pretrained(path, max_shard_size=shard_bytes)
-    return sum(p.nbytes for p in model.parameters())
 
 
 def watch_loading(
@@ -54,12 +32,6 @@ def watch_loading(
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-
-
-def loading_memory(path: Path, quant: str = "none") -> tuple[int, int]:
-    """`watch_loading` of one model."""
-    (found,) = watch_loading(quant, [path])
-    return found
 
 
 def _anonymous_bytes() -> int:

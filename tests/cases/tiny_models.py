@@ -24,6 +24,7 @@ from hf.config import read_config
 from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
+from scripts import gguf_file
 
 Kind = gguf.GGMLQuantizationType
 IDS = torch.randint(3, 96, (29,), generator=torch.Generator().manual_seed(1))
@@ -184,27 +185,20 @@ def write(
     kinds: the type of matrices of numbers, or of the matrix of a name
     without: keys and tensors that are left out
     """
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
-    add = {
-        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-        str: writer.add_string, np.int32: writer.add_int32,
-    }  # fmt: skip
-    for key, value in metadata.items():
-        if key != "general.architecture" and key not in without:
-            add.get(type(value), writer.add_array)(key, value)
-    for name, value in tensors.items():
-        if name in without:
-            continue
-        kind, data = value if isinstance(value, tuple) else (Kind.F32, value)
-        if data is value and value.ndim > 1:
-            kind = Kind[kinds if isinstance(kinds, str) else kinds(name)]
-            data = gguf.quantize(np.ascontiguousarray(value), kind)
-        raw = None if kind == Kind.F32 else kind
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    def coded():
+        for name, value in tensors.items():
+            kind, data = value if isinstance(value, tuple) else (None, np.ascontiguousarray(value))
+            if data.ndim > 1 and not isinstance(value, tuple):
+                kind = kinds if isinstance(kinds, str) else kinds(name)
+                data = gguf.quantize(data, Kind[kind])
+            if name not in without:
+                yield name, np.ascontiguousarray(data), getattr(kind, "name", kind)
+
+    architecture = metadata["general.architecture"]
+    left = metadata.keys() - {"general.architecture", *without}
+    keys = {key: value for key, value in metadata.items() if key in left}
+    gguf_file.write(path, architecture, keys, coded())
     return path
 
 

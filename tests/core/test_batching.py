@@ -88,14 +88,6 @@ def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
     check_rows(texts, 4, 12, temperature, **DRAFTS[draft])
 
 
-@pytest.mark.slow
-@needs_operators
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_forty_prompts_through_eight_rows(draft, temperature):
-    check_rows(held_out_prompts(), 8, 128, temperature, **DRAFTS[draft])
-
-
 THROUGH_ROWS = {"temperature": 1.0, "max_new_tokens": 14, "seed": 3, "context": 128}
 
 

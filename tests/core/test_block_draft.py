@@ -389,9 +389,3 @@ def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
     assert shapes == [(0, 0, 1), (1, 1, 2), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
     # by exact counts over independent levels, a tree of 16 nodes keeps 3.0 of 15 drafted tokens
     assert accepted_of(shape_of(presets[-1]), 0.25) == pytest.approx(3.0, rel=0.05)
-
-
-def test_levels_of_each_layout():
-    model = golden_target(TARGET).config
-    config = BlockConfig(model, (2,), 16, 0, causal=False, predicts_next=False)
-    assert config.levels == 15 and replace(config, predicts_next=True).levels == 16

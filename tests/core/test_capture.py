@@ -40,7 +40,7 @@ from model import ModelConfig, Transformer
 from observer import REPORT, CycleResult
 from ops import torch_backend
 from ops.torch_backend import pack_report, with_times
-from runtime import HostCopy, Replay, compiled, copy_into, set_cuda_device, tensors_of
+from runtime import Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
 from session import Session
 
@@ -173,20 +173,6 @@ def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
     assert decode(engine, PROMPT).history == want
 
 
-def test_store_copies_what_is_not_there_yet():
-    a, b = torch.zeros(2), torch.ones(2)
-    copy_into((a, (b, None)), (torch.full((2,), 3.0), (b, None)))
-    assert a.tolist() == [3, 3] and b.tolist() == [1, 1]
-    with pytest.raises(AssertionError):
-        copy_into((a,), (a, b))
-
-
-def test_without_cuda_a_replay_runs_its_body():
-    calls = []
-    replay = Replay(lambda: calls.append(1) or len(calls), torch.device("cpu"))
-    assert [replay() for _ in range(5)] == [1, 2, 3, 4, 5]
-
-
 class Capture:
     """In the place of `torch.cuda.graph`: a capture that a failing body invalidates, so that its end fails too."""
 
@@ -289,10 +275,6 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
         report = with_times(report, [0, 0, 0, ended])
         result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
         assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
-
-
-def test_host_copies_are_lists():
-    assert HostCopy(torch.arange(3), torch.ones(1, 2)).read() == [[0, 1, 2], [[1.0, 1.0]]]
 
 
 @pytest.mark.usefixtures("traced")

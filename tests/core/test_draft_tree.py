@@ -356,25 +356,6 @@ def test_what_a_level_sees():
         lines.clear()
 
 
-def test_rerank_with_every_score_equal():
-    """Of equal values the first stay, so that parents come before their children."""
-    tokens = [torch.tensor([[[4, 5, 6]]]), torch.arange(9).view(1, 3, 3)]
-    tree, *_ = grown(
-        DynamicTree(2, 3, 6), torch.tensor([0]), tokens, [torch.zeros(x.shape) for x in tokens]
-    )
-    assert tree.tokens.tolist() == [[0, 4, 5, 6, 0, 1]]
-    assert tree.parents.tolist() == [[0, 0, 0, 0, 1, 1]]
-
-
-def test_rerank_pads_with_invalid_nodes():
-    scores = [torch.tensor([[[-0.5, -INF]]]), torch.tensor([[[-0.1, -INF], [-0.1, -0.2]]])]
-    tokens = [torch.tensor([[[4, 5]]]), torch.tensor([[[7, 8], [9, 3]]])]
-    tree, *_ = grown(DynamicTree(2, 2, 7), torch.tensor([0]), tokens, scores)
-    assert tree.valid.tolist() == [[True, True, False, True, False, False, False]]
-    accepted = accepted_by_both(tree, torch.tensor([[5, 0, 9, 0, 0, 0, 0]]), 2)
-    assert accepted.length.item() == 0  # node 2 holds token 5, yet is none
-
-
 def values_by_path(tokens, values, parents):
     """Token path -> value, of the candidates of a row that are some."""
     paths = []
@@ -488,12 +469,6 @@ def test_order_is_by_depth_then_path():
     assert made.plan[2].fixed_children is None and made.nodes.tolist() == [[0, 1, 2, 4, 5, 10]]
 
 
-def test_chain():
-    tree = StaticTree.chain(3)
-    assert order_of(tree) == [(), (0,), (0, 0), (0, 0, 0)]
-    assert parents_of(tree) == [0, 0, 1, 2]
-
-
 @pytest.mark.parametrize("name, tree", [
     ("eagle1_static26_mha", StaticTree(EAGLE1_PATHS)), ("eagle1_static26_mha_temp1", StaticTree(EAGLE1_PATHS)),
     ("eagle1_chain5_mha_alpha", StaticTree.chain(5)),
@@ -541,9 +516,3 @@ NO_PATHS = [
 def test_tree_file_errors(tmp_path, text, message):
     with pytest.raises(ValueError, match="--tree: .*" + message):
         read_tree(saved(tmp_path, text))
-
-
-def test_missing_tree_file(tmp_path):
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(ValueError, match=f"--tree: cannot read {path}"):
-            read_tree(path)

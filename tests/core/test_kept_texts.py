@@ -22,7 +22,6 @@ from extras.recycling_draft import empty_matrix
 from generate import load
 from helpers import (
     PROMPTS,
-    compiled_as_on_cuda,
     decode,
     engine_for,
     golden_head,
@@ -74,7 +73,7 @@ def test_the_least_recently_used_text_makes_way():
 # ---------------------------------------------------------------------------------- the same tokens
 
 
-def check_warm(kind: str, temperature: float, batch: int, traced: bool = False) -> None:
+def check_warm(kind: str, temperature: float, batch: int) -> None:
     """Vanilla's tokens with an empty store and with these very texts in it, which takes fewer cycles.
 
     kind: lookup, or a head's tree with its candidates
@@ -89,8 +88,6 @@ def check_warm(kind: str, temperature: float, batch: int, traced: bool = False) 
         drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
         method = drafter.method()._replace(policy=PresetPolicy(kept))
     engine = engine_for(golden_target(), method.presets[-1], method, **options)
-    if traced:
-        engine = compiled_as_on_cuda(engine)
     cycles = []
     for _ in range(3):  # with a text that helps, one that does not, and in used buffers
         session = decode(engine, *PROMPTS[:batch])
@@ -127,14 +124,6 @@ def test_a_traced_lookup_reads_the_buffer(monkeypatch):
             found.append((traced[1] > 0).any(1).tolist())
             ngram.kept.add(kept)
     assert found == [[False, False], [True, False]]
-
-
-@pytest.mark.slow  # over a minute: all steps are traced
-@pytest.mark.usefixtures("traced")
-def test_kept_texts_in_traced_steps_change_no_token(monkeypatch):
-    monkeypatch.setattr("ops.library._cpp_available", [False])
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        check_warm("lookup", 0.0, 1, traced=True)
 
 
 # ------------------------------------------------------------------------------------------ the file

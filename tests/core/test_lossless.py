@@ -58,7 +58,6 @@ from helpers import (
     with_children,
 )
 from hf.heads import draft_lm_head
-from model import ModelConfig, RotaryEmbeddings, Transformer
 from ops.library import set_plain
 from options import DEMO
 from runtime import compiled, tensors_of
@@ -409,35 +408,6 @@ def drafts_of(session: Session) -> list:
     return [
         (line["draft_tokens"], line["parents"], line["accept_length"]) for line in session.trace
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_qwen3_trees_equal_vanilla(dtype):
-    """Norms of queries and keys, and YaRN; in bf16 with --compile, by few operators where they are built."""
-    scaling = {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.14,
-        "beta_fast": 4.0, "beta_slow": 1.0, "truncate": True,
-    }  # fmt: skip
-    target = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 97, qk_norm=True, rope_scaling=scaling))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in target.parameters():
-        norm = parameter.dim() == 1
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * (0.3 if norm else 0.2) + norm
-    target = target.to(dtype).requires_grad_(False).eval()
-    target.ropes = RotaryEmbeddings(target.config.ropes)
-    drafter = ModelDrafter(noisy_copy(target, 0.02), target, TREES["twigs"])
-    options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}
-    vanilla = engine_for(target, RootOnly(), **options)
-    plain = decode(vanilla, PROMPTS[0])
-    compile = dtype == torch.bfloat16
-    tree = decode(engine_for(target, drafter, compile=compile, **options), PROMPTS[0])
-    want, got = (new_tokens(session, 0, PROMPTS[0]) for session in (plain, tree))
-    assert len(want) == 40
-    if compile:
-        assert got == want
-    assert_same(vanilla, PROMPTS[0], got, want)
-    assert tau_of(tree) > 1.3
 
 
 # with the C++ operators switched off the steps are, but for the kernels themselves, those of CUDA

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import hf.weights
 import ops.cpu.pages
 from helpers import Operators, block_inputs
-from hf.checkpoint import Quantization, WeightFiles
+from hf.checkpoint import Quantization
 from hf.config import config_from, read_config
 from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window
@@ -406,13 +406,6 @@ def test_every_layout_loads_the_same(gqa, write, layout):
     assert not any(p.requires_grad or p.is_meta for p in other.parameters())
 
 
-def test_shards_as_hugging_face_writes_them(gqa, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(gqa.directory)
-    model.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert same_parameters(load_model(tmp_path), load_model(gqa.directory))
-
-
 def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, write):
     half = {name: w.bfloat16() for name, w in parts[1].items()}
     path = write({"dtype": "bfloat16"}, tensors=half)
@@ -496,13 +489,6 @@ def test_a_bin_file_without_tensors_by_name_is_refused(write, content):
     assert str(path) in refused(path)
 
 
-def test_a_weight_is_read_by_name(gqa):
-    files = WeightFiles(gqa.directory)
-    assert torch.equal(files.read(Q), read_weights(gqa.directory)[Q])
-    with pytest.raises(ValueError, match="no.such.weight"):
-        files.read("no.such.weight")
-
-
 def test_exporting_is_the_inverse_of_loading(reference):
     model = load_model(reference.directory)
     exported = export_weights(model, weight_names(model.config), model.config, torch.float32)
@@ -512,22 +498,6 @@ def test_exporting_is_the_inverse_of_loading(reference):
 
 
 # ------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.slow  # a process that imports torch; test_quantized_files.py has a fast one
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_loading_needs_little_more_than_the_model(tmp_path):
-    from extras.stand_in import ModelShape
-    from random_model import loading_memory, write_random_model
-
-    sizes = {"dim": 1024, "n_layers": 4, "ffn_dim": 2816, "n_heads": 16, "n_kv_heads": 16}
-    shape = ModelShape("small", head_dim=64, vocab_size=8000, **sizes)
-    size = write_random_model(tmp_path, shape, torch.bfloat16, shard_bytes=80_000_000)
-    assert size > 120e6 and len(list(tmp_path.glob("*.safetensors"))) == 2
-    peak_bytes, model_bytes = loading_memory(tmp_path)
-    assert model_bytes == size
-    # less than the model itself would mean that nothing was measured
-    assert 0.9 <= peak_bytes / model_bytes <= 1.2
 
 
 @pytest.mark.skipif(

@@ -7,7 +7,6 @@ test_golden.py's.
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import shutil
 from functools import partial
@@ -178,23 +177,6 @@ def test_the_router_ranks_in_fp32():
     assert expert[0, 0].tolist() == [2, 1]
 
 
-@OPERATORS
-@pytest.mark.parametrize(
-    "format, dtype",
-    [("float", torch.bfloat16), *itertools.product(FORMATS, (torch.float32, torch.bfloat16))],
-    ids=str,
-)
-def test_a_token_does_not_depend_on_the_others(format, dtype):
-    """Experts on our products give a token the same bits alone, in a tree and in a prompt."""
-    layer = feed_forward(format, dtype=dtype)
-    x = noise(1, 60, 64, seed=5, dtype=dtype)
-    expert, _ = layer.router(x)
-    rows = x[0].repeat_interleave(2, 0)
-    together = layer.w13(rows, expert.flatten())
-    for i in range(120):
-        assert torch.equal(layer.w13(rows[i : i + 1], expert.flatten()[i : i + 1])[0], together[i])
-
-
 # ---------------------------------------------------------------------------------------- quantized
 
 
@@ -224,17 +206,6 @@ def test_quantized_experts(format, rows, dtype):
     torch.testing.assert_close(without, y, atol=1e-5, rtol=max(1e-5, torch.finfo(dtype).eps))
     exact = by_rows(x.float(), stack.dequantize(), expert)
     torch.testing.assert_close(without.float(), exact, atol=4e-2, rtol=0)
-
-
-@OPERATORS
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_wrong_expert_is_an_error(format):
-    stack, x = rounded(format, weights(), group=32), torch.randn(2, 64)
-    for expert in ([0, 8], [-1, 0]):
-        with pytest.raises(RuntimeError, match="no expert"):
-            stack(x, torch.tensor(expert))
-    with pytest.raises(RuntimeError, match="one int64 per row"):
-        stack(x, torch.tensor([1]))
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -427,11 +398,6 @@ def test_files_count_and_not_the_index(mixtral, tmp_path):
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
     got, want = (load_model(path).layers[1].w13.weight for path in (out, mixtral))
     assert torch.equal(got, want)
-
-
-def test_a_group_that_does_not_divide_an_experts_width(mixtral):
-    message = refused(mixtral, quant=Quantization("int4", 64))
-    assert "w2.weight" in message and "96" in message and "group_size=32" in message
 
 
 @OPERATORS

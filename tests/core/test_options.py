@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure, program
+from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 
 from base import parsing
 from base.parsing import OLD, parse, processors
@@ -126,15 +126,6 @@ def test_settings_have_the_types_of_their_fields():
 )  # fmt: skip
 def test_settings_are_checked_as_flags_are(capsys, text, message):
     assert message in failure(capsys, f"{OF_IDS} --set {text}")
-
-
-def test_mistakes_in_the_form_are_told_before_torch_is_imported(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for line in ("--tree chain:a", "--set dtyp=float32", "--set dtype=int3", "--tree chain:0"):
-        done = program(line, env=env, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert "torch" not in done.stderr
 
 
 def test_a_server_has_no_options_of_a_single_run(capsys):

@@ -7,23 +7,23 @@ import json
 import os
 import random
 from collections import Counter
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+import demo_drafts
 import sampling
+from demo_drafts import DRAFTS, plain_loop
 from draft_tree import DecodedTokens, build_tree
 from extras.penalties import Penalties
-from generate import generate, load
-from helpers import InTurn, compiled_as_on_cuda, fresh, slow
+from generate import generate
+from helpers import compiled_as_on_cuda, fresh, slow
 from hf.tokenizer import Tokenizer
-from kv_cache import KVCache, causal_window
 from ops.backends import TORCH, choose
-from options import DEFAULT, DEMO, Sampling
+from options import DEFAULT, Sampling
 from sampling import SamplingTensors
 
 BACKENDS = (choose(torch.device("cpu")), TORCH)
@@ -223,28 +223,10 @@ CASES = [  # a prompt, how it is sampled, and a seed
     (PROMPT, Sampling(bad_words=("0", "self,"), min_tokens=9, logit_bias=f'{{"{EOS}": 100}}'), 10),
     (OTHER, Sampling(1.0, allowed_token_ids=",".join(map(str, range(3, 999))), bad_words=("name", "def __")), 11),
 ]  # fmt: skip
-DRAFTS = {
-    "none": {"draft": "none"},
-    "dynamic": {"tree": "dynamic"},
-    "static": {"tree": "static"},
-    "chain": {"tree": "chain", "tree_depth": 3},
-    "auto": {"tree": "auto"},
-    "ngram": {"draft": "ngram"},
-    "eagle+ngram": {"draft": "eagle+ngram"},
-    "recycling": {"draft": "recycling"},
-    "lookahead": {"draft": "lookahead"},
-    "model": {"draft": "model", "draft_checkpoint": DEMO, "tree_depth": 3},
-    "model tree": {"draft": "model", "draft_checkpoint": DEMO, "tree": "dynamic"},
-}
+engine_of = partial(demo_drafts.engine_of, max_new_tokens=LENGTH, ignore_eos=True)
 
 
-def engine_of(draft: str = "dynamic", **options):
-    options = {"max_new_tokens": LENGTH, "ignore_eos": True, **DRAFTS[draft], **options}
-    engine = load(checkpoint=DEMO, device="cpu", **options)
-    return replace(engine, policy=InTurn()) if draft == "auto" else engine
-
-
-def rescored_plainly(scores, tokenizer, ids: list[int], new: list[int], own: Sampling):
+def rescored_plainly(tokenizer, ids: list[int], own: Sampling, scores, new: list[int]):
     """Biases, penalties and masks of scores [V], on Python's numbers, and by transformers."""
     z = scores.clone()
     for id, bias in json.loads(own.logit_bias or "{}").items():
@@ -278,32 +260,15 @@ def rescored_plainly(scores, tokenizer, ids: list[int], new: list[int], own: Sam
     return z
 
 
-def plain_loop(engine, number: int) -> list[int]:
-    """The tokens of a case: for every token a pass over the whole text, and a choice."""
-    prompt, own, seed = CASES[number]
-    target = engine.target
-    vocab = target.config.vocab_size
-    ids = engine.tokenizer.encode(prompt)
-    new: list[int] = []
-    key = SamplingTensors.from_params([own], seed=seed)._replace(prompt=torch.tensor([number]))
-    while len(new) < LENGTH:
-        text = torch.tensor([ids + new])
-        cache = KVCache.empty(target.config, 1, text.shape[1], target.norm.weight.dtype, "cpu")
-        window = causal_window(torch.zeros(1, dtype=torch.long), text.shape[1])
-        scores = target.logits(target(text, window.slots, cache, window)[:, -1:])
-        z = rescored_plainly(scores[0, 0], engine.tokenizer, ids, new, own)[None, None]
-        if own.temperature:
-            draw = torch.tensor([len(new)])
-            z = sampling.process(z, key.at_nodes(draw[:, None], None))
-            z = z + sampling.gumbel(key, draw, 1, vocab)
-        new.append(int(z.argmax()))
-    return new
-
-
 @cache
 def wanted(quant: str) -> list[list[int]]:
     engine = engine_of("none", quant=quant)
-    return [plain_loop(engine, number) for number in range(len(CASES))]
+    found = []
+    for number, (prompt, own, seed) in enumerate(CASES):
+        ids = engine.tokenizer.encode(prompt)
+        rescored = partial(rescored_plainly, engine.tokenizer, ids, own)
+        found.append(plain_loop(engine, prompt, own, seed, number, rescored))
+    return found
 
 
 def decoded(engine) -> list[list[int]]:

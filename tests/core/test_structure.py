@@ -401,6 +401,10 @@ def test_mistakes_are_answered_before_torch_is_imported():
         "--temperature warm": "invalid float value: 'warm'",
         "--tree dynamic:,,99": "must be at most 64; it is 99",
         "--tree dynamic:1,2,9": "needs 8 candidates",
+        "--tree chain:a": "is none of them",
+        "--tree chain:0": "must be at least 1; it is 0",
+        "--set dtyp=float32": "there is no option dtyp; did you mean dtype?",
+        "--set dtype=int3": "must be one of float32, bfloat16, float16; it is 'int3'",
         "--device tpu": "--device must be cpu or cuda; it is tpu",
         "--checkpoint nowhere": "no such directory: nowhere",
         "--prompt_file nowhere": "cannot read nowhere",
@@ -421,7 +425,8 @@ def test_every_program_prints_its_help_before_pip_has_run():
     ]
     programs.remove("setup.py")  # pip's
     assert {"generate.py", "scripts/gpu/ladder.py", "scripts/train/train_block.py"} <= {*programs}
-    missing = ("torch", "safetensors", "numpy", "sentencepiece", "jinja2", "tokenizers", "tqdm")
+    missing = ("torch", "safetensors", "numpy", "sentencepiece", "jinja2", "tokenizers")
+    missing += ("tqdm", "uvicorn")
     ran = run_without(missing, [f"{program} --help" for program in programs])
     assert all(run.status == 0 and run.err == "" and "--help" in run.out for run in ran), ran
 
@@ -472,14 +477,21 @@ def test_a_refusal_that_needs_only_a_header_imports_no_torch(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_program_without_torch_says_so_in_a_line():
-    """Tokenizer and template are read before."""
+def test_a_program_without_a_package_says_so_in_a_line():
+    """Without torch, tokenizer and template are read before."""
     demo = f"generate.py --checkpoint {DEMO}"
-    lines = [f"{demo} --chat", demo, f"scripts/serve.py --checkpoint {DEMO}"]
-    told = [
-        "has no chat template",
-        "torch is not installed",
-        "serve.py: torch is not installed; run: pip install -r requirements.txt",
-    ]
-    for run, message in zip(run_without(("torch", "numpy", "safetensors"), lines), told):
-        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, run
+    without_torch = {
+        f"{demo} --chat": "has no chat template",
+        demo: "generate.py: torch is not installed; run: pip install -r requirements.txt",
+        f"scripts/serve.py --checkpoint {DEMO}": "serve.py: torch is not installed; run: pip install",
+    }
+    cases = {
+        ("torch", "numpy", "safetensors"): without_torch,
+        ("sentencepiece",): {demo: "generate.py: sentencepiece is not installed; run: pip install"},
+        ("uvicorn",): {
+            "scripts/serve.py": "uvicorn is missing; pip install -r scripts/requirements-"
+        },
+    }
+    for missing, told in cases.items():
+        for run, message in zip(run_without(missing, list(told)), told.values()):
+            assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, run

@@ -37,7 +37,6 @@ from hf.fetch import title_of
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
-from linear import Linear
 from ops.library import has_cpu_operators
 from options import GenerateConfig
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
@@ -678,7 +677,7 @@ METADATA = {
     ),
     "no heads' width": ({"llama.attention.head_count": 2**20, "llama.attention.key_length": None}, "key_length must be even"),
     "wide heads": ({"llama.attention.key_length": 2**20}, "head_count times key_length must be at most 1048576"),
-    "window": ({"llama.attention.sliding_window": np.int32(-4)}, "sliding_window must be 1 to 16777216; it is -4"),
+    "window": ({"llama.attention.sliding_window": -4}, "sliding_window must be 1 to 16777216; it is -4"),
     "context": ({"llama.context_length": 0}, "context_length must be 1 to 16777216; it is 0"),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "epsilon must be a finite number above 0; it is -1.0"),
     "base": ({"llama.rope.freq_base": NAN}, "rope.freq_base must be a finite number above 0; it is nan"),
@@ -848,34 +847,6 @@ def test_a_file_in_parts_is_named_by_its_first(whole, tmp_path, capsys):
     assert "m-00003-of-00003.gguf is not beside it" in refused(
         capsys, "--checkpoint", str(paths[0])
     )
-
-
-def test_generate(whole, tmp_path):
-    """As the same weights do in a directory; text, other drafts and rounding too."""
-    path = str(whole[0])
-    widened(whole[1], "Q8_0").save_pretrained(tmp_path)
-    options = {"device": "cpu", "dtype": "float32", "ignore_eos": True, "max_new_tokens": 24}
-    want = generate(load(checkpoint=str(tmp_path), **options), [[5, 17, 3]]).tokens
-    engine = load(checkpoint=path, **options)
-    result = generate(engine, [[5, 17, 3]])
-    assert result.tokens == want and engine.option("group_size") == 0
-    assert result.text[0] == engine.tokenizer.decode(want[0], continuation=True)
-    drafted = load(checkpoint=path, draft="model", draft_checkpoint=path, tree="chain", **options)
-    result = generate(drafted, [[5, 17, 3]])
-    assert result.tokens == want and result.stats["tau"] > 3
-    rounded = load(checkpoint=path, quant="int4", **options)
-    sizes = {m.group_size for m in rounded.target.modules() if isinstance(m, Linear)}
-    assert sizes == {32} and rounded.option("group_size") == 32  # of 64 and 96
-    says = "int4 group size 128 does not divide in_features 64 .*; use group_size=32"
-    with pytest.raises(ValueError, match=says):
-        load(checkpoint=path, quant="int4", group_size=128, **options)
-
-
-def test_the_group_size_that_was_chosen_is_in_the_json(whole, tmp_path):
-    out = tmp_path / "out.json"
-    argv = f"--checkpoint {whole[0]} --device cpu --max_new_tokens 4 --set prompt_ids=5,17"
-    program.main([*argv.split(), "--quant", "int4", "--json", str(out)])
-    assert json.loads(out.read_text())["config"]["group_size"] == 32
 
 
 # -------------------------------------------------------------------------------------- a real file

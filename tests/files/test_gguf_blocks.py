@@ -31,10 +31,9 @@ from test_gguf import (
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import generate as program
 import hf.gguf_blocks
 import ops.library
-from generate import Batch, compare, generate, load
+from generate import generate, load
 from helpers import (
     BLOCK_KINDS,
     PROMPTS,
@@ -492,22 +491,6 @@ def test_few_bits_are_not_rounded_again(block_file, capsys, quant, kind, kept):
     assert (line in said) == kept
     widened = load(checkpoint=path, device="cpu", draft="none", quant=quant, dtype="float32")
     assert widened.option("quant") == quant and "rounded a second time" in capsys.readouterr().err
-
-
-def test_compare(block_file):
-    path = str(block_file(MODEL))
-    options = {"draft": "model", "draft_checkpoint": path, "compile": True, **DECODING}
-    result, outcome = compare(Batch(load(checkpoint=path, **options), PROMPTS))
-    assert outcome["identical"] == 1.0 and result.stats["tau"] > 2
-
-
-def test_the_command_line(block_file, tmp_path, capsys):
-    out = tmp_path / "out.json"
-    argv = "--device cpu --max_new_tokens 6 --draft ngram --set prompt_ids=5,17 --compare --set ignore_eos=true"
-    program.main(["--checkpoint", str(block_file("biases")), "--json", str(out), *argv.split()])
-    found = json.loads(out.read_text())
-    assert found["config"]["quant"] == "blocks" and len(found["tokens"][0]) == 6
-    assert "weights run as they are in the file (Q4_K, Q6_K)" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------- wrong files

@@ -242,14 +242,6 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
         assert off.std() < 0.05 * scores(wide, *inputs).std()
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("tree", ["dynamic", "static", "auto"])
-def test_a_file_changes_no_token(files, kind, tree):
-    engine = load(head=str(files(kind=kind)), tree=tree, **DECODING)
-    result = generate(engine, PROMPTS)
-    assert result.tokens == vanilla() and result.stats["accept_lengths"]
-
-
 def test_the_format_of_a_file(files, monkeypatch):
     """In blocks on a CPU, if no other is asked for; 16 bits as those of a directory."""
     operators = has_cpu_operators("products")

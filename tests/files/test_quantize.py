@@ -459,16 +459,6 @@ def test_older_directories_in_int8_load(tmp_path):
     assert torch.equal(layer.dequantize(), want)
 
 
-def test_groups_of_int8_are_rounded_to_outputs_for_cuda():
-    """Its product has a scale per output; nothing is widened."""
-    weight = random(40, 256)
-    codes, scale = Int8.encode(weight, 64)
-    again = Int8.encode(Int8.decode(codes, scale), 0)
-    error = (Int8.decode(*again) - weight).square().mean()
-    plain = (Int8.decode(*Int8.encode(weight, 0)) - weight).square().mean()
-    assert again[1].shape == (40,) and error < 1.8 * plain
-
-
 @each(SMALL)
 def test_a_bias_is_kept(tmp_path, quant):
     weights, config = original()
@@ -558,22 +548,6 @@ def test_an_open_group_size_is_64_if_that_fits(tmp_path):
     assert engine.drafter.head.fc.group_size == 32 and engine.drafter.lm_head.group_size == 64
 
 
-@each(SMALL)
-def test_saved_directories_load_without_options(tmp_path, quant):
-    target = quantized(TARGET, tmp_path / "pair", quant)
-    head = quantized(HEAD, tmp_path / "pair-eagle", quant)
-    options = {"device": "cpu", "ignore_eos": True, "tree": "dynamic"}
-    engine = load(checkpoint=str(target), **options)
-    assert engine.option("head") == str(head) and engine.option("draft") == "eagle"
-    assert (engine.option("quant"), engine.option("quant_draft")) == (quant.format, quant.format)
-    asked = {"quant": quant.format, "group_size": quant.group_size}
-    on_load = load(ignore_eos=True, **GOLDEN_PAIR, **asked)
-    assert_same_bits(engine.target, on_load.target)
-    assert_same_bits(engine.drafter.head, on_load.drafter.head)
-    runs = [generate(e, [[5, 17, 3]], max_new_tokens=30).tokens for e in (engine, on_load)]
-    assert runs[0] == runs[1]
-
-
 def test_a_saved_head_on_a_float_target(tmp_path):
     head = quantized(HEAD, tmp_path / "head", Quantization("int4", 32))
     options = GOLDEN_PAIR | {"eagle": str(head)}
@@ -600,12 +574,6 @@ def test_some_rows_are_the_same_codes_and_products(products, quant):
     assert got.dtype == want.dtype == torch.float32
     near = 0 if products == "operators" else 1e-5
     torch.testing.assert_close(got, want, rtol=near, atol=near)
-
-
-def test_lm_head_copy_that_does_not_fit():
-    says = "group size 128 does not divide in_features 64 of .*lm_head"
-    with pytest.raises(ValueError, match=says):
-        draft_lm_head(load_model(TARGET), Quantization("int4", 128))
 
 
 def test_lm_head_in_groups_of_another_size():
@@ -817,12 +785,6 @@ IDS = ("--set", "prompt_ids=5,17", "--device", "cpu")
 )  # fmt: skip
 def test_mistakes_of_generate(capsys, argv, says):
     assert says in failure(capsys, main, *BASE, *IDS, *argv)
-
-
-def test_quant_of_a_quantized_checkpoint(capsys, tmp_path):
-    out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
-    err = failure(capsys, main, "--checkpoint", str(out), *IDS, "--quant", "int8")
-    assert "is quantized already (int8); drop --quant" in err
 
 
 def test_a_kill_leaves_nothing_under_the_name(tmp_path):

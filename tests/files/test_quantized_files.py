@@ -355,23 +355,6 @@ def test_layers_hold_what_the_library_decodes_and_multiply_with_it(tmp_path, cap
     assert ((layer(x) - x @ layer.dequantize().T).abs() <= most + 1e-5).all()
 
 
-@pytest.mark.parametrize("name", ["gptq-8", "packed-8-zeros"])
-def test_logits_in_groups_of_8_bits(tmp_path, name):
-    """Activations are rounded to 8 bits; test_gguf_blocks.py has the bound."""
-    weights = write_model(tmp_path / "m", WHOLE[name], PAIR[0])
-    model = load_model(tmp_path / "m")
-    wide = load_model(PAIR[0])
-    for ours, theirs in weight_names(wide.config).items():
-        if theirs[0] in weights:
-            wide.get_parameter(ours).data = torch.cat([weights[part] for part in theirs])
-    ids = torch.arange(97)[None]
-    got, want = (m.logits(m(ids, torch.arange(97)[None])) for m in (model, wide))
-    error = (got - want).square().mean().sqrt() / want.std()
-    assert want.std() > 0.3 and 0 < error < 0.03, error
-    layer = model.layers[0].w13
-    assert layer.data.nbytes == layer.out_features * layer.in_features * (1 + 4 / 32)
-
-
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory) -> Path:
     """A random Mixtral whose widths int4 can have."""
@@ -709,13 +692,6 @@ def test_what_is_wrong_or_not_served_is_one_line(originals, tmp_path, capsys, ho
     assert re.search(says, line) and str(out) in line, line
 
 
-def test_an_expert_count_that_contradicts_the_weights(mixtral, tmp_path, capsys):
-    write_model(tmp_path / "m", WHOLE["gptq"], mixtral)
-    change_config(tmp_path / "m", num_local_experts=3)
-    line = failure(capsys, "--checkpoint", str(tmp_path / "m"))
-    assert "num_local_experts 3, and the weights hold" in line
-
-
 def test_quant_of_such_a_file(originals, capsys):
     path = str(originals("gptq"))
     line = failure(capsys, "--checkpoint", path, "--quant", "int8")
@@ -750,8 +726,9 @@ def test_older_files_say_it_in_a_file_of_its_own(originals, tmp_path, name, file
 
 @cache
 def random_parts(name: str, n: int, k: int) -> Parts:
-    """A random weight as the layout has it, the same one for all layers of these sizes."""
-    return LAYOUTS[name].write(torch.randn(n, k) / 50)[0]
+    """A random weight as the layout has it, the same one for all layers of these sizes. name: plain for 16 bits"""
+    weight = torch.randn(n, k) / 50
+    return {"weight": weight.bfloat16()} if name == "plain" else LAYOUTS[name].write(weight)[0]
 
 
 def write_random_model(
@@ -761,7 +738,9 @@ def write_random_model(
     raw = json.loads((Path(DEMO) / "config.json").read_text())
     raw |= {"hidden_size": dim, "intermediate_size": inner, "num_hidden_layers": layers}
     raw |= {"num_attention_heads": dim // 64, "num_key_value_heads": dim // 256, "head_dim": 64}
-    raw |= {"vocab_size": vocab, "quantization_config": LAYOUTS[name].config}
+    raw["vocab_size"] = vocab
+    if name != "plain":
+        raw["quantization_config"] = LAYOUTS[name].config
     attention = {f"self_attn.{part}": (dim, dim) for part in "qo"}
     attention |= {f"self_attn.{part}": (dim // 4, dim) for part in "kv"}
     feed_forward = {"mlp.gate": (inner, dim), "mlp.up": (inner, dim), "mlp.down": (dim, inner)}
@@ -788,7 +767,7 @@ def write_random_model(
 )
 def test_loading_takes_little_more_memory_than_the_file_has(tmp_path):
     """Weights are unpacked and packed one by one."""
-    names = ("gptq", "awq", "packed-128", "int8", "fp8")
+    names = ("plain", "gptq", "awq", "packed-128", "int8", "fp8")
     folders, files_bytes = [], []
     for name in names:
         write_random_model(tmp_path / f"{name} first", name, 256, 256, 1, 200)

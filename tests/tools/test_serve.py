@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import os
 import re
 import signal
 import socket
@@ -605,25 +604,6 @@ def test_who_does_not_go_on_is_dropped(running, monkeypatch):
         while client.recv(99999):
             pass
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
-
-
-def test_without_its_packages_it_says_what_is_missing(tmp_path):
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
-
-    def run(*options):
-        return subprocess.run(
-            [sys.executable, SERVE, *options],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
-
-    done = run()
-    said = "serve.py: uvicorn is missing; pip install -r scripts/requirements-serve.txt\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-    helped = run("--help")
-    assert (helped.returncode, helped.stderr) == (0, "")
-    assert "--port" in helped.stdout
 
 
 def test_names_of_other_machines_are_refused(running):
