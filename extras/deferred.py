@@ -205,7 +205,10 @@ def read_skipped(view: View, preset: int, waiting: int) -> int:
 
         def body(state: DecodeState) -> None:
             if view.has_parts:
-                waits = state.drafter_state.count.nonzero().flatten().tolist() or [0]
+                waits = state.drafter_state.count.nonzero().flatten().tolist()
+                if not largest.keeps_nodes:  # finished sequences keep a gap
+                    waits = [seq for seq in waits if view.live[seq]]
+                waits = waits or [0]
                 state = sequences_of(state, range(waits[0], waits[-1] + 1))
             text = DecodedTokens(state.tokens, state.pos)
             copy_into(state.drafter_state, largest.read_skipped(state.drafter_state, text))
