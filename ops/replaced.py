@@ -20,7 +20,7 @@ FINGERPRINTS = {
     "eagle_draft.py": "adb06432",
     "model.py": "c3e7d8f1",
     "ops/torch_backend.py": "6d73fa4b",
-    "steps.py": "ad623f03",
+    "steps.py": "5097c799",
 }
 IMPORT = r"^ *(?:from|import) [^\n(]*(?:\([^)]*\))?"
 WITHOUT_EFFECT = re.compile(rf'"""[\s\S]*?"""|#.*|{IMPORT}', re.MULTILINE)
