@@ -250,6 +250,10 @@ class TensorSource(Protocol):
     block_types: str = ""  # of a GGUF file's matrices, for a note
     makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
+    def type_of(self, name: str) -> str:
+        """Return the type of the blocks of a tensor that has a reader; "": it has none."""
+        return ""
+
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor.
 

@@ -68,6 +68,7 @@ class ShardedFiles(TensorSource):
         self.path = files.path
         self.note = files.note
         self.block_types = files.block_types
+        self.type_of = files.type_of
         self.makes_tensors = files.makes_tensors
         self.here = here
         config = read_config(files.path, files.config)

@@ -317,6 +317,7 @@ def test_shares_make_the_whole(tmp_path, form, world):
         for kind, full, each in columns:
             if full is not None:
                 tensors[name + ends[kind]] = (full, each)
+    assert all(parts[0].type_of(name) == whole.type_of(name) for name in whole.readers)
     dims = tp.split_dims(parts[0].full_config)
     for name, (want, got) in tensors.items():
         layer = name.split(".")[-2]
