@@ -240,7 +240,9 @@ def _match(case: CycleCase) -> Source:
     constants = ops.cuda.ngram.constants_of(10, 4, 1, 6)
     types = dict.fromkeys(("text_ptr", "pos_ptr", "kept_ptr", "chains_ptr", "lengths_ptr"), "*i64")
     kernel = ops.cuda.ngram.match_kernel
-    return source(kernel, case.dtype, constants, ops.cuda.ngram.WARPS, **types | {"keys_ptr": "*i32"})
+    return source(
+        kernel, case.dtype, constants, ops.cuda.ngram.WARPS, **types | {"keys_ptr": "*i32"}
+    )
 
 
 def _lists(case: CycleCase) -> Source:
