@@ -24,10 +24,11 @@ WARPS = 16
 @triton.jit
 def _tokens(kept_ptr, text_ptr, C, place, there):
     """Load tokens of the kept texts and the text behind them; -1 is none."""
-    mine = tl.load(text_ptr + place - C, mask=there & (place >= C), other=-1)
-    if kept_ptr is None:
-        return mine
-    return tl.where(place < C, tl.load(kept_ptr + place, mask=there & (place < C), other=-1), mine)
+    token = tl.load(text_ptr + place - C, mask=there & (place >= C), other=-1)
+    if kept_ptr is not None:
+        kept = tl.load(kept_ptr + place, mask=there & (place < C), other=-1)
+        token = tl.where(place < C, kept, token)
+    return token
 
 
 @triton.jit
