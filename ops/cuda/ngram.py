@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # places that the threads read together
+BLOCK = 2048  # places that the threads read together
 WARPS = 16
 
 
@@ -64,10 +64,9 @@ def match_kernel(
     text_ptr += row.to(tl.int64) * S
     keys_ptr += row.to(tl.int64) * places
     root = tl.load(pos_ptr + row).to(tl.int32) + C
-    i = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -1, tl.int32)
     for first in range(0, root, BLOCK):
-        place = first + i
+        place = first + tl.arange(0, BLOCK)
         equal = place < root
         following = _tokens(kept_ptr, text_ptr, C, place + 1, equal)
         length = tl.zeros([BLOCK], tl.int32)
@@ -83,25 +82,22 @@ def match_kernel(
     for k in range(K):
         top = tl.maximum(tl.max(best, 0), 0)  # without a match a chain follows place 0
         at = top % places
-        length = top // places
-        length += tl.where((length > 0) & (at < C), LONGEST, 0)
+        length = top // places + tl.where((top >= places) & (at < C), LONGEST, 0)
         tl.store(lengths_ptr + row * K + k, length.to(tl.int64))
         chain_ptr = chains_ptr + (row * K + k) * L
-        source = _source(at, step, root, places)
-        chain = tl.maximum(_tokens(kept_ptr, text_ptr, C, source, step < L), 0)
-        tl.store(chain_ptr + step, chain, mask=step < L)
+        chain = _tokens(kept_ptr, text_ptr, C, _source(at, step, root, places), step < L)
+        tl.store(chain_ptr + step, tl.maximum(chain, 0), mask=step < L)
         tl.debug_barrier()  # other threads read the chain
         best = tl.full([BLOCK], -1, tl.int32)
         for first in range(0, tl.where(k < K - 1, root, 0), BLOCK):
-            place = first + i
+            place = first + tl.arange(0, BLOCK)
             key = tl.load(keys_ptr + place, mask=place < root, other=-1)
             same = key >= 0
             for s in range(L):
                 token = _tokens(kept_ptr, text_ptr, C, _source(place, s, root, places), same)
                 same &= tl.maximum(token, 0) == tl.load(chain_ptr + s)
-            key = tl.where(same, -1, key)
-            tl.store(keys_ptr + place, key, mask=place < root)
-            best = tl.maximum(best, key)
+            tl.store(keys_ptr + place, tl.full([BLOCK], -1, tl.int32), mask=same)
+            best = tl.maximum(best, tl.where(same, -1, key))
 
 
 def ngram_match(

@@ -780,7 +780,7 @@ def test_after_a_long_rest_a_head_reads_the_last_rows(monkeypatch):
     check_rows(session, rows, 0, 1)
     state = session.state.drafter_state
     read = [len(PROMPTS[0]), len(PROMPTS[1]) + MAX_KEPT]
-    assert state.own.length.tolist() == read and state.count.tolist() == [MAX_KEPT + 5, 0]
+    assert state.own.length.tolist() == read and state.count.tolist() == [MAX_KEPT + 4, 0]
     # the root, these, and the row before the root again
     session.admit(1, [*session.history[1], 3, 4, 5])
     session.step()
