@@ -4,8 +4,9 @@ A draft head that reads every decided token costs vanilla decoding 4 to 7 %. So 
 tree, `RestingDrafter`, only keeps the target's features of the last tokens, beside the drafter's
 own state. `read_skipped` reads them before the next tree. Presets that propose what a lookup finds
 rest, too.
-- An EAGLE head may skip older tokens, and prompts that come meanwhile: its cache then has a gap,
-  and it attends to the text around it. (With captured prompts, on CUDA, it reads them.)
+- An EAGLE head may skip older tokens, prompts that come meanwhile, and on a CPU the last tokens of
+  an answer that is over: its cache then has a gap, and it attends to the text around it. (With
+  captured prompts, on CUDA, it reads them.)
 - A draft model needs no features and has no gaps: it catches up before a prompt, and when the kept
   tokens are as many as fit.
 

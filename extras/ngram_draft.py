@@ -125,7 +125,9 @@ def lookup(text: DecodedTokens, ngram: Ngram, backend: Backend = TORCH) -> tuple
         text M more.
     """
     if backend.ngram_match is not None:
-        kept = None if ngram.kept is None else ngram.kept.searched
+        kept = ngram.kept
+        if kept is not None:  # a captured step reads one address
+            kept = kept.tokens if text.pos.is_cuda else kept.searched
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
         return backend.ngram_match(*text, kept, *sizes)
     before = 0
@@ -242,7 +244,7 @@ class NgramDrafter(PresetDrafter):
             self.backend.ngram_draft(*text, kept, *state, *limits, sizes, RATES)
             return state
         outcomes = learn(state, text)
-        chains, lengths = lookup(text, self.ngram)
+        chains, lengths = lookup(text, self.ngram, self.backend)
         tokens = chains.flatten(1)
         guesses = estimate(tokens, lengths, outcomes, sizes)
         return Lookup(tokens, *guesses[:2], lengths, text.pos.clone(), outcomes, guesses[2])

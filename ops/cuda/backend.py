@@ -3,7 +3,7 @@
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
-The kernels are in noise.py, topk.py, tree.py, compact.py, norm.py and rotary.py beside this file;
+The kernels are in noise.py, topk.py, tree.py, ngram.py, compact.py, norm.py and rotary.py here;
 the operators of linear layers in linear.py, experts.py, weight.py and epilogues.py, one folder up.
 What is not here runs in plain PyTorch, which the compiler fuses.
 """
@@ -46,6 +46,10 @@ lib.define(
     "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor"
 )
 lib.define("compact(Tensor(a!)[] buffers, Tensor addresses, Tensor start, Tensor path) -> ()")
+lib.define(
+    "longest_matches(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
+    "int longest) -> (Tensor, Tensor)"
+)
 
 _ops = torch.ops.gpt_eagle
 
@@ -58,6 +62,7 @@ HALVES = (torch.bfloat16, torch.float16)
 gumbel = _ops.gumbel_noise.default
 topk = _ops.topk_logsumexp.default
 compact = _ops.compact.default
+ngram_match = _ops.longest_matches.default
 route = ops.experts.expert_lists
 experts_linear = ops.experts.experts_linear
 
@@ -267,6 +272,15 @@ def _compact_cuda(buffers: list[Tensor], addresses: Tensor, start: Tensor, path:
         ops.cuda.compact.compact(buffers, addresses, start, path)
 
 
+def _longest_matches_cuda(
+    text: Tensor, pos: Tensor, kept: Tensor | None, *sizes: int
+) -> tuple[Tensor, Tensor]:
+    import ops.cuda.ngram
+
+    with torch.cuda.device(pos.device):
+        return ops.cuda.ngram.ngram_match(text, pos, kept, *sizes)
+
+
 def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     import ops.cuda.norm
 
@@ -306,6 +320,7 @@ lib.impl("link_nodes", torch_backend.link_nodes, "CPU")
 lib.impl("link_nodes", _link_nodes_cuda, "CUDA")
 lib.impl("compact", torch_backend.compact, "CPU")
 lib.impl("compact", _compact_cuda, "CUDA")
+lib.impl("longest_matches", _longest_matches_cuda, "CUDA")
 lib.impl("norm", torch_backend.rms_norm, "CPU")
 lib.impl("norm", _norm_cuda, "CUDA")
 lib.impl("add_norm", torch_backend.add_norm, "CPU")
@@ -358,6 +373,12 @@ def _(chosen, parents, depth):
 @torch.library.register_fake("gpt_eagle::compact", lib=lib)
 def _(buffers, addresses, start, path):
     return None
+
+
+@torch.library.register_fake("gpt_eagle::longest_matches", lib=lib)
+def _(text, pos, kept, tokens, branches, least, longest):
+    chains = text.new_empty(len(text), branches, tokens)
+    return chains, chains.new_empty(len(text), branches)
 
 
 @torch.library.register_fake("gpt_eagle::norm", lib=lib)

@@ -24,6 +24,7 @@ import ops.cuda.attention
 import ops.cuda.compact
 import ops.cuda.epilogues
 import ops.cuda.experts
+import ops.cuda.ngram
 import ops.cuda.noise
 import ops.cuda.norm
 import ops.cuda.prompt_attention
@@ -235,6 +236,15 @@ def _link_nodes(case: CycleCase) -> Source:  # of case.T nodes
     return source(ops.cuda.tree.link_nodes_kernel, case.dtype, constants, 8)
 
 
+def _match(case: CycleCase) -> Source:
+    constants = ops.cuda.ngram.constants_of(10, 4, 1, 6)
+    types = dict.fromkeys(("text_ptr", "pos_ptr", "kept_ptr", "chains_ptr", "lengths_ptr"), "*i64")
+    kernel = ops.cuda.ngram.match_kernel
+    return source(
+        kernel, case.dtype, constants, ops.cuda.ngram.WARPS, **types | {"keys_ptr": "*i32"}
+    )
+
+
 def _lists(case: CycleCase) -> Source:
     constants = {"EXPERTS": case.experts, "BLOCK": ops.cuda.experts.LISTED}
     return source(ops.cuda.experts.lists_kernel, case.dtype, constants)
@@ -281,6 +291,7 @@ CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
     "level": _level,
     "best_nodes": _best_nodes,
     "link_nodes": _link_nodes,
+    "match": _match,
 }
 
 
@@ -419,7 +430,7 @@ def cycle_cases() -> list[CycleCase]:
             found.append(CycleCase(target, "normed_rotary", dtype, kv_heads=8))
             for E, T in product((128, 64), (7, 64)):
                 found.append(CycleCase(target, "compact", dtype, E, T=T))
-        for kernel in ("block", "row", "level", "lists"):
+        for kernel in ("block", "row", "level", "lists", "match"):
             found.append(CycleCase(target, kernel, "fp32"))
         for kernel in ("best_nodes", "link_nodes"):
             found.append(CycleCase(target, kernel, "fp32", V=510))

@@ -13,11 +13,14 @@ import interpreted  # noqa: F401
 import ops.attention
 import ops.cuda.attention
 import ops.cuda.compact
+import ops.cuda.ngram
 import ops.cuda.noise
 import ops.cuda.rotary
 import ops.cuda.topk
 import ops.cuda.tree
+from draft_tree import DecodedTokens
 from extras.block_draft import slide
+from extras.ngram_draft import Ngram, lookup
 from helpers import slow, with_head_norms
 from kv_cache import KVCache, sliding
 from model import ModelConfig
@@ -486,3 +489,23 @@ def test_rows_that_stay_are_not_touched():
 def test_paths_by_strides():
     path = torch.tensor(PATHS["overlapping"])[:, :3].T.contiguous().T
     check_compaction(filled_cache(2, 16, 3, 12), torch.tensor([5, 3, 1, 9, 2, 9])[::2], path)
+
+
+# ------------------------------------------------------------------------------------------- lookup
+
+
+@pytest.mark.parametrize("vocab,C", [(1, 0), (2, 30), (40, 30), *slow([(5, 0), (10**6, 0)])])
+def test_lookup(monkeypatch, vocab, C):
+    """Loops and texts without a match; roots at both ends; places in many tiles; separators, token 0, text behind roots."""
+    monkeypatch.setattr(ops.cuda.ngram, "BLOCK", 16)
+    pos = torch.tensor([0, 16, 49])
+    text = torch.randint(0, vocab, (len(pos), 50))
+    kept = None
+    if C:
+        kept = SimpleNamespace(tokens=torch.randint(-1, vocab, (C,)))
+        kept.tokens[-1] = -1
+    for ngram in (Ngram(kept=kept), Ngram(3, 2, 4, 2, kept)):
+        want = lookup(DecodedTokens(text, pos), ngram)
+        sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
+        got = ops.cuda.ngram.ngram_match(text, pos, kept and kept.tokens, *sizes)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

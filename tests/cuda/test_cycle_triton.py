@@ -58,6 +58,8 @@ def check(case: CycleCase) -> None:
     CycleCase("80", "best_nodes", V=510),
     CycleCase("90", "link_nodes", V=510, T=64),
     CycleCase("90", "lists"),  # of experts
+    CycleCase("80", "match"),
+    CycleCase("90", "match"),
     CycleCase("80", "noise"),
     *slow([
         CycleCase("90", "attention", kv_heads=8),
