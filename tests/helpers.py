@@ -64,6 +64,7 @@ PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 4
 COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
 )
+OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 LOOP = [5, 17, 3, 40, 8, 5, 17, 3, 40, 8, 5, 17, 3]  # a prompt that repeats itself
 
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_lossless import assert_same, held_out_prompts, make, needs_operators
+from test_lossless import assert_same, held_out_prompts, make
 
 import generate as program
 from cli.results import Results
@@ -27,6 +27,7 @@ from decode import Engine, build_cycles
 from drafters import RootOnly
 from generate import Result, generate, in_order, load, main
 from helpers import (
+    OPERATORS,
     Scripted,
     decode,
     engine_for,
@@ -76,7 +77,7 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
     assert len(set(map(len, want.tokens))) > 3, "rows end at different times"
 
 
-@needs_operators
+@OPERATORS
 @pytest.mark.parametrize("draft, temperature", [
     ("vanilla", 1.0), ("eagle", 1.0),
     *slow([("vanilla", 0.0), ("eagle", 0.0), ("auto", 0.0), ("auto", 1.0), ("ngram", 0.0), ("ngram", 1.0)]),

@@ -7,7 +7,6 @@ Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real gr
 from __future__ import annotations
 
 import itertools
-import shutil
 import time
 from contextlib import contextmanager
 from copy import deepcopy
@@ -27,6 +26,7 @@ from eagle_draft import EagleDrafter
 from extras.auto_trees import with_smaller_trees
 from extras.model_draft import ModelDrafter
 from helpers import (
+    COMPILER,
     compiled_as_on_cuda,
     decode,
     engine_for,
@@ -128,9 +128,7 @@ def test_prompts_run_in_passes_of_two_widths():
 
 
 @pytest.mark.slow  # 20 seconds in the compiler
-@pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
-)
+@COMPILER
 def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     """As on CUDA, by the operator, whose kernel writes where the table says: were it given copies of the buffers, as
     the compiler makes them where it cannot work in place, what it moves would be lost.

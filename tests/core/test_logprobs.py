@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_lossless import assert_same, make, needs_operators
+from test_lossless import assert_same, make
 
 from decode import Engine
 from extras.logprobs import Logprob, Logprobs
 from generate import load
-from helpers import compiled_as_on_cuda, engine_for, golden_target, slow
+from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, slow
 from options import DEMO, Sampling
 from session import Session
 
@@ -78,7 +78,7 @@ def test_captured_cycles_do_the_same(drafter):
     check(engine, *scored(engine, RULES["sampled"], 2, host_lag=1), 2)
 
 
-@needs_operators
+@OPERATORS
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_every_drafter_gives_the_same_bits(quant):
     """In bf16 and int8 on a CPU."""

@@ -24,7 +24,6 @@ import pytest
 import safetensors.numpy as numpy_files
 import torch
 
-import ops.cpu.build
 import sampling
 from base import methods
 from base.tree_paths import EAGLE1_PATHS
@@ -41,6 +40,7 @@ from generate import generate, load
 from helpers import (
     GOLDEN,
     LOOP,
+    OPERATORS,
     PROMPTS,
     InTurn,
     chi_square,
@@ -739,13 +739,7 @@ def held_out_prompts() -> list[str]:
     return [row["turns"][0] for row in rows[:20] + rows[40:60]]
 
 
-needs_operators = pytest.mark.skipif(
-    ops.cpu.build.load_operators() != "",
-    reason=f"no CPU operators here: {ops.cpu.build.load_operators()}",
-)
-
-
-@needs_operators
+@OPERATORS
 @pytest.mark.parametrize("form, compiled, temperature", [
     ("bf16", False, 1.0), ("int8", False, 1.0), ("int4", False, 0.0), ("cache in int8", True, 1.0),
     *slow(itertools.product(FORMATS | CACHES, (False, True), (0.0, 1.0))),

@@ -26,13 +26,21 @@ from drafters import RootOnly
 from eagle_draft import EagleDrafter
 from extras.ngram_draft import Ngram, NgramDrafter
 from generate import main
-from helpers import COMPILER, Mixture, decode, engine_for, golden_head, golden_target, rounded
+from helpers import (
+    COMPILER,
+    OPERATORS,
+    Mixture,
+    decode,
+    engine_for,
+    golden_head,
+    golden_target,
+    rounded,
+)
 from hf.checkpoint import Quantization, WeightFiles
 from hf.weights import load_model
 from linear import Linear
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from ops.backends import TORCH, choose, use_backend
-from ops.cpu import build
 from ops.experts import experts_linear
 from ops.formats import FORMATS
 from ops.weight import grouped_reference, unpack
@@ -41,7 +49,6 @@ from random_model import watch_loading
 from scripts.train import train_eagle, training
 from tiny_models import SIZES, random_model
 
-OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
 OURS = partial(choose, torch.device("cpu"))
 CONFIG = ModelConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=97, n_experts=4,

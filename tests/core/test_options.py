@@ -372,16 +372,7 @@ def test_tensors_of_two_heads(capsys, copy):
 
 @pytest.mark.parametrize(
     "text, message",
-    [
-        ("[[0], [0, 0]", "not valid JSON"),
-        ("[]", "list of rank paths"),
-        ('{"a": 1}', "list of rank paths"),
-        ("[[0], [-1]]", "list of rank paths"),
-        ("[[0], [1, 0]]", "without its parent [1]"),
-        ("[[0], [0]]", "twice"),
-        (json.dumps([[i] for i in range(64)]), "at most 63"),
-        ("[[97]]", "98 ranked children of 97 tokens"),
-    ],
+    [("[[0], [0, 0]", "not valid JSON"), ("[[97]]", "98 ranked children of 97 tokens")],
 )
 def test_malformed_tree_files(capsys, tmp_path, text, message):
     (tmp_path / "tree.json").write_text(text)

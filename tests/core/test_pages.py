@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import pytest
 import base.parsing
 from cli.start import read_command
 from helpers import FOLDERS as SOURCES
-from options import ROOT, GenerateConfig
+from options import ROOT
 
 CODE = (".py", ".sh", ".cpp", ".h")
 FOLDERS = ("benchmarks", "data", "docs", "heads", "scripts", "tests")
@@ -252,12 +251,6 @@ def test_options_in_sentences_exist(monkeypatch, capsys):
                 read_command([flag])
             fault = capsys.readouterr().err
             assert "unrecognized" not in fault, (page.name, flag)
-
-
-def test_the_settings_are_listed():
-    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    rare = [f.name for f in fields(GenerateConfig) if f.metadata.get("rare")]
-    assert not [name for name in rare if f"`{name}`" not in page]
 
 
 def test_variables_in_pages_exist():

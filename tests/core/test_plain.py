@@ -24,13 +24,14 @@ import ops.attention
 import ops.weight
 from decode import build_cycles
 from drafters import RootOnly
-from helpers import decode as decoded
 from helpers import (
+    OPERATORS,
     engine_for,
     golden_target,
     quantized,
     quantized_experts,
 )
+from helpers import decode as decoded
 from load import load
 from ops import replaced, switches, torch_backend
 from ops.backends import TORCH, choose
@@ -41,7 +42,6 @@ from options import ROOT, GenerateConfig
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob("*.cpp"))
 IN_CPP = set(re.findall(r"m\.def\(\s*\"(\w+)\(", SOURCES))
-needs_cpp = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +94,13 @@ def test_with_all_families_nothing_is_built_or_called(
     assert len(new) == 12 and set(FAMILIES) == PLAIN and not has_triton()
 
 
-@needs_cpp
+@OPERATORS
 def test_a_called_operator_is_noticed(short_demo):
     with pytest.raises(AssertionError, match="was called"), NoOperator():
         tokens(short_demo)
 
 
-@needs_cpp
+@OPERATORS
 @pytest.mark.parametrize("family", [*FAMILIES, "all"])
 def test_tokens_are_vanillas_under_each_family(short_demo, family):
     options = {"compile": True, "temperature": 1.0, "quant": "int8"}
@@ -111,7 +111,7 @@ def test_tokens_are_vanillas_under_each_family(short_demo, family):
     assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
 
 
-@needs_cpp
+@OPERATORS
 def test_new_cycles_have_the_families_of_their_time(short_demo):
     """In the target, the drafter and its head."""
     engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)
@@ -133,7 +133,7 @@ def test_the_fingerprints_are_those_of_the_files():
     assert found == replaced.FINGERPRINTS, f"ops/replaced.py has:\n{lines}"
 
 
-@needs_cpp
+@OPERATORS
 def test_an_edit_that_does_nothing_is_told(short_demo, tmp_path, monkeypatch, capsys):
     for name in replaced.FINGERPRINTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ REFERENCES = [
 ]
 
 
-@needs_cpp
+@OPERATORS
 @pytest.mark.parametrize("family, owner, name, options", REFERENCES)
 def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner, name, options):
     monkeypatch.setattr(owner, name, edited)
@@ -188,7 +188,7 @@ def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner
         tokens(short_demo, tree="dynamic", compile=True, max_new_tokens=4, **options)
 
 
-@needs_cpp
+@OPERATORS
 def test_without_families_no_reference_runs(short_demo, monkeypatch):
     """So that the test above says something."""
     for _, owner, name, _ in REFERENCES:
@@ -289,7 +289,7 @@ def test_the_flag_end_to_end(short_demo, capsys):
     assert told in capsys.readouterr().err
 
 
-@needs_cpp
+@OPERATORS
 @pytest.mark.parametrize("options, fused", [
     ({}, True), ({"compile": True}, True), ({"compile": False}, False), ({"plain": True}, False),
 ])  # fmt: skip

@@ -7,12 +7,12 @@ from itertools import cycle
 
 import pytest
 import torch
-from test_lossless import assert_same, make, needs_operators
+from test_lossless import assert_same, make
 
 import session as host
 from decode import Engine
 from generate import load
-from helpers import compiled_as_on_cuda, engine_for, golden_target, record, slow
+from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, record, slow
 from options import DEMO, Sampling
 from runtime import copy_sequence, tensors_of
 from session import Session
@@ -100,7 +100,7 @@ def test_a_copied_prefix_changes_no_token(drafter, rule):
     check_each(rule, copied(engine, RULES[rule]))
 
 
-@needs_operators
+@OPERATORS
 @pytest.mark.parametrize(
     "draft", [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}], ids=str
 )

@@ -7,7 +7,6 @@ merged steps run here on a CPU, where they compute what their parts do.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from eagle_draft import Eagle3Head, EagleHead
 from fusions import FusedLayers, fuse
+from helpers import COMPILER
 from hf.heads import Eagle3, EagleConfig
 from hf.weights import weight_names
 from kv_cache import KVCache, Window, with_slots
@@ -34,9 +34,6 @@ from ops.backends import TORCH, choose, use_backend
 from ops.cpu.layers import Program, fits, steps_of
 from parallel.tp import SumRanks, split_dims, with_sums
 from steps import REGISTERS, Add, AddShared, Copy, Project, Rows, Scale, Step, run_steps
-
-COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
-needs_cpp = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 
 SIZES = (64, 3, 4, 2, 16, 96, 50)
 LLAMA = ModelConfig(*SIZES)
@@ -194,7 +191,7 @@ RECURRENT = ("qwen3_5", "lfm2")
 IN_PARTS = [name for name in (*MODELS, *HEADS) if name not in RECURRENT]
 
 
-@needs_cpp
+@COMPILER
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_cpp_has_the_rows_of_pytorch_behind_every_step(name):
     """Bit for bit. In the first list of a head all registers are in use, so there its end is compared."""

@@ -30,19 +30,17 @@ import quantize
 import tiny_models
 from base.gguf_header import chat_template_text, read_header
 from generate import generate, load
-from helpers import slow
+from helpers import OPERATORS, slow
 from hf.chat import template_text
 from hf.config import read_config, read_raw, resolve_draft
 from hf.fetch import title_of
 from hf.gguf import STORED, TYPES, GgufFile
 from hf.tokenizer import Tokenizer
 from hf.weights import export_weights, load_model, weight_names
-from ops.library import has_cpu_operators
 from options import GenerateConfig
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
 
 ROOT = Path(program.__file__).parent
-OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
 IN_BLOCKS = [kind.name for kind in TYPES.values() if kind.name not in STORED]
 
 

@@ -36,6 +36,7 @@ import ops.library
 from generate import generate, load
 from helpers import (
     BLOCK_KINDS,
+    OPERATORS,
     PROMPTS,
     Operators,
     gguf_blocks,
@@ -51,11 +52,10 @@ from kv_cache import KVCache, causal_window
 from linear import Embedding, Linear
 from ops.backends import choose, use_backend
 from ops.cuda.layout import BLOCK_FORMS
-from ops.library import has_cpu_operators
 from options import GenerateConfig
 from tiny_models import Kind, refused, write
 
-pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+pytestmark = OPERATORS
 IN_BLOCKS = Quantization(BLOCKS, saved=True, every_type=True)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 Q4_K_M = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_down_exps": "Q6_K", "output": "Q6_K"}

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from eagle_draft import load_head
 from generate import generate, load
-from helpers import BLOCK_KINDS, gguf_blocks
+from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import read_config, resolve_draft
 from hf.gguf_heads import GgufHead
@@ -212,7 +212,7 @@ def scores(head, features: torch.Tensor, tokens: torch.Tensor, target) -> torch.
     return torch.cat(scored)
 
 
-@pytest.mark.skipif(not has_cpu_operators(), reason="there is no C++ compiler")
+@OPERATORS
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
     """Random blocks. The bound is that of test_gguf_blocks.py, for one layer and two passes."""

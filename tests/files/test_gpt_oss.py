@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_gguf import OPERATORS
 
 import tiny_models
 from family_checks import (
@@ -21,6 +20,7 @@ from family_checks import (
     assert_same_rows,
 )
 from generate import load
+from helpers import OPERATORS
 from hf.checkpoint import BLOCKS, Quantization
 from hf.config import open_source, read_config
 from hf.weights import load_model

@@ -28,7 +28,7 @@ import quantize
 from base.io import read_json
 from eagle_draft import load_head
 from generate import generate, load, main
-from helpers import COMPILER, GOLDEN, layer_of, refused, rounded
+from helpers import COMPILER, GOLDEN, OPERATORS, layer_of, refused, rounded
 from hf import checkpoint
 from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
 from hf.heads import draft_lm_head
@@ -186,9 +186,6 @@ def test_nibbles_in_files():
 
 
 # ------------------------------------------------------------------------------------------- layers
-
-
-OPERATORS = pytest.mark.skipif(bool(build.load_operators()), reason=build.load_operators() or "-")
 
 
 def without_operators(monkeypatch) -> None:

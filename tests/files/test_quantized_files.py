@@ -22,7 +22,7 @@ from torch import Tensor
 
 import quantize
 from generate import generate, load, main
-from helpers import GOLDEN, refused, slow
+from helpers import GOLDEN, OPERATORS, refused, slow
 from hf.checkpoint import Quantization, WeightFiles, write_checkpoint
 from hf.config import read_config
 from hf.gptq_awq import QuantizedFiles
@@ -30,12 +30,9 @@ from hf.weights import Storage, _Loading, export_weights, load_model, weight_nam
 from linear import Linear
 from model import Transformer
 from ops.formats import Int8
-from ops.library import has_cpu_operators
 from ops.weight import numbers
 from options import DEMO
 from random_model import watch_loading
-
-OPERATORS = pytest.mark.skipif(not has_cpu_operators(), reason="the C++ operators need a compiler")
 
 Parts = dict[str, Tensor]  # tensors by what they are called behind a layer's name
 

@@ -8,10 +8,9 @@ from functools import cache
 import pytest
 
 pytest.importorskip("starlette")
-from test_lossless import needs_operators  # noqa: E402
 
 from generate import Engine, generate, load  # noqa: E402
-from helpers import fresh, slow  # noqa: E402
+from helpers import OPERATORS, fresh, slow  # noqa: E402
 from options import DEMO, Sampling  # noqa: E402
 from server.batcher import Batcher, Delta, Job, Refusal  # noqa: E402
 
@@ -186,7 +185,7 @@ def test_texts_do_not_change(draft, rule):
     check_conversations(rule, draft)
 
 
-@needs_operators
+@OPERATORS
 @pytest.mark.parametrize("draft", [{"tree": "dynamic"}, {"tree": "auto"}], ids=str)
 def test_texts_do_not_change_in_int8(draft):
     check_conversations(Sampling(1.0), draft, **IN_INT8)

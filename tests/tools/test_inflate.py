@@ -24,13 +24,12 @@ from extras.stand_in import (
     inflate_target,
 )
 from generate import generate, load, main
-from helpers import GOLDEN, slow
+from helpers import GOLDEN, OPERATORS, slow
 from hf.config import read_config
 from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
 from linear import Linear
 from model import ModelConfig, Transformer
-from ops.cpu.build import load_operators
 from options import DEMO
 from steps import PartNorm
 
@@ -213,7 +212,7 @@ BF16 = {  # sizes, models, tokens, whether the bits are equal
 }
 
 
-@pytest.mark.skipif(bool(load_operators()), reason=f"needs our CPU operators: {load_operators()}")
+@OPERATORS
 @pytest.mark.parametrize(
     "name",
     ["width x2.5", "width x4, heads x4", *slow(["width x16, heads x4", "heads x2"])],

@@ -16,14 +16,22 @@ from safetensors.torch import load_file
 from base.parsing import one_line_errors
 from draft_tree import StaticTree
 from eagle_draft import EagleDrafter, EagleHead, load_head
-from helpers import GOLDEN, decode, engine_for, golden_case, golden_head, golden_target, refused
+from helpers import (
+    GOLDEN,
+    OPERATORS,
+    decode,
+    engine_for,
+    golden_case,
+    golden_head,
+    golden_target,
+    refused,
+)
 from hf.chat import CHAT_TEMPLATES, JinjaTemplate
 from hf.heads import EagleConfig, head_names
 from hf.sandbox import Template
 from hf.tokenizer import Tokenizer
 from hf.weights import load_model
 from ops.backends import TORCH, use_backend
-from ops.library import has_cpu_operators
 from options import DEMO
 from scripts.train import train_block, train_eagle, training
 from scripts.train.acceptance import Chains, evaluate
@@ -63,7 +71,7 @@ def test_official_loss_and_gradients():
         assert float(head.get_parameter(ours).grad.norm()) == pytest.approx(norm, rel=1e-3), ours
 
 
-@pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
+@OPERATORS
 def test_what_learns_must_not_run_our_operators():
     """The head itself, and the target's LM head in bf16, of which training takes a copy."""
     head = golden_head().requires_grad_(True)
