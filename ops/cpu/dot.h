@@ -33,12 +33,9 @@ struct Panel {
   const uint8_t* weights;  // its first superblock
   // the line behind the panel to fetch next, and the end of what is to be fetched by now
   const uint8_t *ahead, *reach;
-  int64_t shares;             // of what to fetch: one for each tile that passes over the panel, or
-                              // 0: nothing is to be fetched
+  int64_t shares;             // of what to fetch: one for each tile that passes over the panel
   int64_t first, last;        // k
   const float* output_scale;  // [32], where the headers have no scales
-  // Returns a tile's share of the bytes to fetch.
-  int64_t share(int64_t bytes) const { return shares ? bytes / shares : 0; }
   void fetch(int64_t bytes) {
     for (reach += bytes; ahead < reach; ahead += 64) to_l2(ahead);
   }
@@ -355,7 +352,9 @@ template <int BITS, int STEPS, int M, int V>
   const int64_t at = (row * a.k + panel.first * M) / 4 * ROW_BYTES<BITS>;
   const int8_t *x = &a.codes[at], *high = a.highs.data() + at;
   RowInfo info(a, row * a.blocks + panel.first / a.block * M);
-  const int64_t share = panel.share(layout.super_bytes() * V / NV), last = panel.last;
+  const bool is_stream = M <= FEW && V == NV && panel.shares == 1;  // fetched by the processor
+  const int64_t share = is_stream ? 0 : layout.super_bytes() * V / NV / panel.shares;
+  const int64_t last = panel.last;
   const float* output_scale = panel.output_scale;
   const Correction correction = correction_of(layout);
   const uint8_t *header = panel.weights, *ahead = panel.ahead, *reach = panel.reach;

@@ -117,7 +117,7 @@ template <int BITS, int STEPS, class Byte, int M, int V>
   const int64_t at = row * a.k + panel.first * M, size = panel.last - panel.first;
   const int8_t *x = &a.codes[at], *high = &a.highs[at];
   RowInfo info(a, row * a.blocks + panel.first / BLOCK * M);
-  const int64_t share = panel.share(layout.super_bytes() * BLOCK / layout.super * V / NV);
+  const int64_t share = layout.super_bytes() * BLOCK / layout.super * V / NV / panel.shares;
   SuperHeader<Byte> header{panel.weights};
   const uint8_t* p = panel.weights + layout.header_bytes + 4 * first;
   int64_t group = 0;  // of the superblock

@@ -60,7 +60,7 @@ void strip_sums(const Strips& strips, const Group& group, int64_t strip, Panel& 
     const uint8_t* next = panel.weights + supers * layout.super_bytes();
     panel.ahead = next;
     panel.reach = next;
-    panel.shares = !SUPER && group.rows <= FEW ? 0 : T;
+    panel.shares = T;
     for (int64_t t = 0; t < T; t++) {
       const auto [row, height, on_amx] = tile_of(group, t);
       tiles<BITS, STEPS, SUPER>(height, a, layout, panel, row, acc + (row - group.first) * STRIP);
