@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -253,7 +254,8 @@ def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     size = shape.numel() * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    # by numpy, so that a trace with fake tensors takes it
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
 
 
 class Window(NamedTuple):

@@ -807,7 +807,7 @@ WRONG = [
     ("dflash", {"speculators_model_type": "xpress"}, {}, "speculators_model_type must be dflash or dspark or dflash2; it is 'xpress'"),
     ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"sliding_window": None}}, {}, "there is no window"),
     ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["full_attention"]}}, {}, "layer_types must name 2 layers; it names 1"),
-    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["linear_attention"] * 2}}, {}, "layer_types must be a list of full_attention and sliding_attention"),
+    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["linear_attention"] * 2}}, {}, "layer_types must be a list of sliding_attention and full_attention"),
     ("dflash", {"aux_hidden_state_layer_ids": [1, 2, 4, 5, 8]}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
     ("dflash", {"mask_token_id": None}, {}, "the key 'mask_token_id' is missing"),
     ("dflash", {"draft_vocab_size": 41}, {}, r"d2t must hold draft_vocab_size \(41\) whole numbers"),
