@@ -68,7 +68,7 @@ struct Headers {
   alignas(64) int32_t pairs[TILE_PANEL / 32 * STRIP];
 };
 
-struct TileScratch {                              // of a thread: 24 KB
+struct TileScratch {  // of a thread: 22 KB
   Headers headers;
   alignas(64) uint8_t codes[TILE_PANEL * STRIP];  // of a panel, or two planes of a block
   Ints sums[CHUNK][amx::ROWS][NV];

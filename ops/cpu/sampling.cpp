@@ -427,8 +427,8 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
   return result;
 }
 
-// Computes `soft_cap` of ops/torch_backend.py: tanh x is 2 / (1 + e^-2x) - 1. One pass on our own
-// threads: those of PyTorch's operators, who take three, go on spinning beside ours.
+// Computes `soft_cap` of ops/torch_backend.py: tanh x is (1 - e^-2x) / (1 + e^-2x). It is one pass
+// on our own threads; PyTorch takes three operators, whose threads then spin beside ours.
 at::Tensor soft_cap(const at::Tensor& scores, double cap) {
   TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
   const at::Tensor from = scores.contiguous(), y = at::empty(scores.sizes(), scores.options());

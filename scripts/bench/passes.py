@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -184,8 +183,8 @@ def measure(config: PassesConfig) -> None:
                 seconds = sum(peer(n) for _ in range(count))
             else:
                 torch.ops.gpt_eagle.use_tiles(unit)
-                of_pass = partial(seconds_of_pass, target, caches[cache], n, config.cached)
-                seconds = sum(of_pass() for _ in range(count))
+                operands = (target, caches[cache], n, config.cached)
+                seconds = sum(seconds_of_pass(*operands) for _ in range(count))
             if number >= 0:  # the first round warms up
                 taken[n, unit, cache].append(seconds / count)
     print("\n| rows | unit | cache | least ms | median ms | over the first | over the first rows |")
