@@ -3,7 +3,8 @@
     python3 scripts/gpu/beside.py --what transformers,gptfast-int4 --gpt_fast brought/gpt-fast
 
 1. `transformers`: `generate` in bf16, with the default cache.
-2. `gptfast-bf16`, `gptfast-int8`, `gptfast-int4`: its own compiled step. Its files (`FILES`, from
+2. `gptfast-bf16`, `gptfast-int8`, `gptfast-int4`, `gptfast-int4-128`: its own compiled step; int4
+   in its default groups of 32 weights, or in our default of 128. Its files (`FILES`, from
    https://github.com/pytorch-labs/gpt-fast) are brought along by hand, unchanged, in a folder that
    git ignores; they are never committed. Its int4 packing fails in torch 2.11 ("expected w to be
    uint8"); the packed layout is the same, and random words fill it.
@@ -49,6 +50,7 @@ RUNTIMES = (
     "gptfast-bf16",
     "gptfast-int8",
     "gptfast-int4",
+    "gptfast-int4-128",
 )
 GROUP = 32  # gpt-fast's default for int4
 SHAPE = {"dim": 4096, "hidden": 11008, "layers": 32, "heads": 32, "vocabulary": 32000}
@@ -183,7 +185,7 @@ def random_values(name: str, like: Tensor, device: str) -> Tensor:
 
 
 def gptfast_model(form: str, config: BesideConfig) -> nn.Module:
-    """Make its transformer with random weights on the device. form: bf16, int8 or int4"""
+    """Make its transformer with random weights on the device. form: behind `gptfast-`"""
     import model as gptfast
     import quantize
 
@@ -194,8 +196,10 @@ def gptfast_model(form: str, config: BesideConfig) -> nn.Module:
         made = gptfast.Transformer(gptfast.ModelArgs(**sizes))
         if form == "int8":
             made = quantize.WeightOnlyInt8QuantHandler(made).convert_for_runtime()
-        if form == "int4":
-            made = quantize.WeightOnlyInt4QuantHandler(made, GROUP).convert_for_runtime()
+        bits, _, group = form.partition("-")
+        if bits == "int4":
+            group_size = int(group or GROUP)
+            made = quantize.WeightOnlyInt4QuantHandler(made, group_size).convert_for_runtime()
     for module in made.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             values = random_values(name, weight, config.device)

@@ -112,6 +112,7 @@ for name in "$@"; do
     whole) part whole 90 "${TESTS[@]}" -n 6 --maxprocesses 6 -k "$WHOLE" ;;
     bf16) climb bf16 165 "${BF16:-3,5}" --quant none --quant_draft int4 ;;
     int4) climb int4 115 "${INT4:-3,5}" --quant int4 ;;
+    int4-32) climb int4-32 115 "${INT4:-3}" --quant int4 --group_size 32 ;;  # gpt-fast's default
     int4-cuda) GPT_EAGLE_INT4=cuda climb int4-cuda 115 "${INT4:-3}" --quant int4 ;;  # int4.cu
     int8) climb int8 80 "${INT8:-5}" --quant int8 ;;
     sampled) climb sampled 60 3 --quant int4 --temperature 1 --methods vanilla,tree,chain,lookup ;;
@@ -120,6 +121,13 @@ for name in "$@"; do
     gptfast-*) again "$name" 150 "${BESIDE[@]}" --what "$name" ;;
     papers) part papers 100 "${PAPERS[@]}" ;;
     profile) part profile 80 "${PROFILE[@]}" --set "profile=$OUT/trace.json" ;;
+    fidelity)  # of the formats, on the CPU
+        part fidelity 30 "$PY" quantize.py --checkpoint checkpoints/demo --quant int4 \
+            --group_size 32 --out "$OUT/demo-int4-32" --overwrite
+        part fidelity 60 "$PY" scripts/bench/fidelity.py --checkpoint checkpoints/demo \
+            --also "$OUT/demo-int4-32" --json "$OUT/fidelity.json"
+        rm -r "$OUT/demo-int4-32"
+        ;;
     bandwidth)  # of the GPU: measured once, and handed on
         part bandwidth 60 "${PROBE[@]}" --probe facts,bandwidth
         GPT_EAGLE_BANDWIDTH=$("$PY" scripts/gpu/table.py "$OUT" --bandwidth)

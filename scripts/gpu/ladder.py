@@ -73,6 +73,7 @@ class LadderConfig:
     """Options. Units and effects are in the help texts."""
 
     quant: str = option("none", "weights of the target", ("none", "int8", "int4"))
+    group_size: int = option(0, "weights that share a scale in int4; 0: the default", least=0)
     quant_draft: str = option("", "of the head; default: as the target's", ("", "int8", "int4"))
     inflate: str = option("llama2-7b", "shape of the stand-in; none: the demo itself")
     numbered = "; ".join(f"{number} {name}" for number, name in enumerate(NAMES))
@@ -113,7 +114,8 @@ class LadderConfig:
         shared = {"checkpoint": DEMO, "dtype": "bfloat16", "ignore_eos": True}
         if self.dry_run:
             shared["dtype"] = "float32"  # PyTorch's products in bf16 take seconds on most CPUs
-        shared |= {"device": self.device, "quant": self.quant, "max_new_tokens": self.tokens}
+        shared |= {"device": self.device, "quant": self.quant, "group_size": self.group_size}
+        shared |= {"max_new_tokens": self.tokens}
         shared |= {"temperature": self.temperature, "batch_size": self.batch_size}
         if self.inflate != "none":
             shared["inflate"] = self.inflate
@@ -270,7 +272,7 @@ def ladder(config: LadderConfig) -> None:
     """Climb. Exits with a status of attempts.py."""
     config.check()
     label = {"part": "ladder"}
-    for name in ("quant", "inflate", "temperature", "batch_size"):
+    for name in ("quant", "group_size", "inflate", "temperature", "batch_size"):
         label[name] = getattr(config, name)
     label["int4"] = switches.int4_kernel()
     use_device: Callable[[], object] = torch.cuda.synchronize

@@ -22,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -77,6 +78,7 @@ def facts(device: str) -> dict[str, Any]:
     header = Path(sysconfig.get_path("include"), "Python.h")
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "gcc"
     facts = {
+        "date": date.today().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton") if has_triton() else None,

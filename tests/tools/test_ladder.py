@@ -12,6 +12,7 @@ import torch
 from helpers import refused
 from ops.library import set_plain
 from options import ROOT
+from scripts.bench import plot_speed
 from scripts.bench.row_log import Log
 from scripts.gpu import attempts, beside, ladder, probe, table
 
@@ -91,6 +92,7 @@ def test_the_gap_is_that_of_the_first_different_token(tmp_path):
 
 LOSING = """
 import sys
+from scripts.bench import plot_speed
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 lost = []
@@ -119,6 +121,7 @@ def test_a_lost_device_ends_its_group_only(tmp_path):
 HANGING = """
 import sys
 import time
+from scripts.bench import plot_speed
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 tries = Attempts(Log(sys.argv[1], "--json"), {"part": "p"}, 1, int)
@@ -162,6 +165,46 @@ def test_a_family_of_kernels_that_fails_hides_no_other(tmp_path, monkeypatch):
     assert table.wrong_families(tmp_path) == ["norm", "tree"]
     printed = "\n".join(table.table(tmp_path))
     assert "family topk: right" in printed and "the relative error is 0.5" in printed
+
+
+def test_one_run_makes_the_rows_of_readme(tmp_path, capsys):
+    """Those without a fault, at T = 0, of the highest rung, beside others in the same groups."""
+    base = {"quant": "int4", "group_size": 0, "inflate": "llama2-7b", "temperature": 0.0, "batch_size": 1}
+    base |= {"int4": "triton", "group": "captured", "tau": 6.0, "fault": ""}
+    ladder_rows = [
+        base | {"name": "vanilla", "tokens_per_s": 400.0, "cycle_ms": 2.5},
+        base | {"name": "vanilla", "tokens_per_s": 500.0, "cycle_ms": 2.0, "group": "compiled"},
+        base | {"name": "vanilla", "tokens_per_s": 600.0, "cycle_ms": 1.6, "int4": "cuda"},
+        base | {"name": "vanilla", "tokens_per_s": 700.0, "cycle_ms": 1.4, "temperature": 1.0},
+        base | {"name": "tree", "tokens_per_s": 1500.0, "cycle_ms": 4.0},
+        base | {"name": "chain", "tokens_per_s": 900.0, "cycle_ms": 3.0, "fault": "differs"},
+        base | {"name": "vanilla", "tokens_per_s": 300.0, "cycle_ms": 3.3, "group_size": 32},
+    ]  # fmt: skip
+    beside_rows = [
+        {"shape": "llama2-7b", "name": name, "tokens_per_s": rate}
+        for name, rate in (("transformers", 39.0), ("gptfast-int4", 294.0), ("gptfast-int4-128", 310.0))
+    ]  # fmt: skip
+    facts = {"group": "facts", "date": "2026-11-28", "nvidia_smi": "NVIDIA H200, 580.1"}
+    for name, rows in (("probes", [facts]), ("ladder", ladder_rows), ("beside", beside_rows)):
+        Log(str(tmp_path / f"{name}.jsonl"), name).add(rows)
+    kl = [{"row": "--quant int4", "kl": 0.03}]
+    (tmp_path / "fidelity.json").write_text(json.dumps({"fidelity": kl}))
+    table.write_speed(tmp_path, str(tmp_path / "gpu.json"), "1a2b3c4")
+    rows = plot_speed.read_rows(tmp_path / "gpu.json")
+    assert {(row["machine"], row["date"], row["commit"]) for row in rows} == {
+        ("NVIDIA H200", "2026-11-28", "1a2b3c4")
+    }
+    rates = {(row["format"], row["engine"]): (row["tokens_per_s"], row.get("tau")) for row in rows}
+    wide = "int4, groups of 128 (KL 0.0300)"
+    assert rates == {
+        ("bf16", "transformers"): (39.0, None),
+        (wide, "gpt-fast"): (310.0, None),
+        (wide, "gpt-eagle, no draft"): (500.0, None),
+        (wide, "gpt-eagle, tree of 32"): (1500.0, 6.0),
+        (wide, "gpt-eagle, tree of 32 at EAGLE-2's tau"): (1162.5, 4.65),
+        ("int4, groups of 32", "gpt-fast"): (294.0, None),
+        ("int4, groups of 32", "gpt-eagle, no draft"): (300.0, None),
+    }
 
 
 # ------------------------------------------------------------------------------ the parts
@@ -220,6 +263,8 @@ def test_the_first_call_on_a_cpu(tmp_path):
     (beside, [], "beside.py: --device cuda: there is no CUDA device; use --device cpu --small"),
     (probe, ["--probe", "facts,fast"], "probe.py: --probe: there is no fast; use facts, capture"),
     (probe, ["--probe", "families", "--device", "cpu"], "probe.py: --probe families checks kernels of CUDA"),
+    (table, [".", "--speed", "gpu.json"], "table.py: --speed needs --commit, that of the run"),
+    (table, [".", "--speed", "gpu.json", "--commit", "1a"], "table.py: . has no row of facts; begin"),
     (table, ["nowhere"], "table.py: there is no folder 'nowhere'; name that of the results"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(program, flags, message, monkeypatch, capsys, tmp_path):
