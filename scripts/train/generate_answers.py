@@ -14,7 +14,8 @@
    the seed and the prompt alone, so a killed run goes on as if it had not been killed.
 Source: Magpie (arXiv 2406.08464); EAGLE (arXiv 2401.15077), table 6, compares with a fixed set.
 5. A batch is decoded without a scheduler: its prompts are read together, then cycles run with no
-   word from the device but how many sequences are unfinished, now and then.
+   word from the device but how many sequences are unfinished, now and then. One that repeats its
+   last tokens is cut: a greedy loop has no end, and the batch would wait for it.
 
 Trade-off: slots of the batch are not refilled. A batch runs until a sixteenth of its answers is
 left; those are cut there.
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -63,6 +65,7 @@ SOURCES = tuple(SHARES)
 GRAM = 13  # words in a row that a prompt may not share with an evaluation prompt
 OWN_TOKENS = 128  # longest prompt that the model writes; a longer one is dropped
 SORTED_BATCHES = 4  # prompts of so many batches are sorted by length
+LOOP_TOKENS = 64  # of the end of an answer, said once more: it is cut
 LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
 LONG_SMALLER = 8  # a batch of long texts has so many times fewer prompts
 TOKENS_OF_A_WORD = 2  # of long texts
@@ -530,13 +533,28 @@ def decoded(
             copy_into(state, new)
 
         for number in range(longest):
-            if number % LOOKS == 0 and int((~state.done).sum()) <= live // TAIL:
-                break
+            if number % LOOKS == 0:
+                if number >= 2 * LOOP_TOKENS:  # so many were written
+                    state.done.logical_or_(is_looping(state.tokens, state.pos))
+                if int((~state.done).sum()) <= live // TAIL:
+                    break
             run_step(engine, buffers, "answers", run_cycle)
     unused.append(buffers)
     ends = (state.pos[:live] + 1).tolist()
     rows = state.tokens[:live].tolist()
     return [row[len(ids) : end] for row, ids, end in zip(rows, prompts, ends)]
+
+
+def is_looping(tokens: Tensor, pos: Tensor) -> Tensor:
+    """Return whether the last LOOP_TOKENS tokens of a sequence are the same a little earlier.
+
+    tokens: [B, S] int64; pos: [B] int64, index of the last token
+    Returns: [B] bool.
+    """
+    back = torch.arange(2 * LOOP_TOKENS, device=pos.device)
+    latest = tokens.gather(1, (pos[:, None] - back).clamp(min=0))  # [B, 2 LOOP_TOKENS]
+    ends = latest.unfold(1, LOOP_TOKENS, 1)  # [B, LOOP_TOKENS + 1, LOOP_TOKENS], by the period
+    return (ends[:, 1:] == ends[:, :1]).all(2).any(1)
 
 
 def open_run(config: AnswerConfig) -> Run:

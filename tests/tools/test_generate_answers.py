@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from base.parsing import one_line_errors
 from generate import generate
@@ -175,6 +176,20 @@ def test_an_answer_depends_on_its_prompt_alone(sources):
     assert tokens == [first[text]["answer_ids"] for text in greedy]
     assert any(first[t] != seed[t] for t in first.keys() & seed.keys() if t not in greedy)
     assert all(first[t] == seed[t] for t in greedy if t in seed)
+
+
+def test_an_end_that_is_said_once_more_is_a_loop():
+    places = torch.arange(200)
+    periods = torch.tensor([1, 3, 64, 65, 199])
+    tokens = places % periods[:, None]  # [5, 200]
+    broken = tokens[1:2].clone()
+    broken[0, 150] = 9
+    tokens = torch.cat((tokens, broken))
+    found = answer.is_looping(tokens, torch.full((6,), 180))
+    assert found.tolist() == [True, True, True, False, False, False]
+    # what lies behind the last token does not count, nor does a loop of less than 64 tokens
+    assert answer.is_looping(tokens[5:], torch.tensor([149])).item()
+    assert not answer.is_looping(tokens[5:], torch.tensor([199])).item()
 
 
 def test_conversations_go_on_while_answers_are_good(sources, monkeypatch, capsys):
