@@ -231,13 +231,13 @@ def test_text_needs_only_a_tokenizer(tmp_path, capsys):
     assert (status, out) == (0, " ".join(f"w{i}" for i in want) + "\n")
 
 
-INT8 = ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1-eagle"
+QUANTIZED = ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1-eagle"
 MISTAKES = {
     "no such checkpoint": ("--checkpoint nowhere", "nowhere/config.json"),
     "no such head": ("--head nowhere", "nowhere/config.json"),
     "a model for a head": (f"--head {PAIRS['demo'][0]}", "do not fit"),
     "another target's head": (f"--head {PAIRS['eagle3'][1]}", "do not fit"),
-    "another kind of model": (f"--checkpoint {INT8}", "_scale"),
+    "another kind of model": (f"--checkpoint {QUANTIZED}", "_scale"),
     "a GGUF file": ("--checkpoint a.gguf", "is a GGUF file"),
     "prompt of one id": ("--prompt_ids 1", "2 to 2047 ids"),
     "prompt too long": ("--context 4 --prompt_ids 1,2,3,4,5", "2 to 3 ids"),
