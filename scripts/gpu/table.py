@@ -202,10 +202,9 @@ def speed_rows(folder: Path, commit: str) -> list[dict[str, Any]]:
     fidelity = folder / "fidelity.json"
     records = read_json(fidelity)["fidelity"] if fidelity.is_file() else []
     kl = {record["row"]: record["kl"] for record in records}
-    order = [*FIDELITY]
-    rates.sort(key=lambda row: order.index(row["format"]))
+    rates.sort(key=lambda row: row["format"])
     for row in rates:
-        found = kl.get(FIDELITY[row["format"]])
+        found = kl.get(FIDELITY.get(row["format"], ""))
         row["format"] += f" (KL {found:.4f})" if found is not None else ""
     return [row | place for row in rates]
 

@@ -92,7 +92,6 @@ def test_the_gap_is_that_of_the_first_different_token(tmp_path):
 
 LOSING = """
 import sys
-from scripts.bench import plot_speed
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 lost = []
@@ -121,7 +120,6 @@ def test_a_lost_device_ends_its_group_only(tmp_path):
 HANGING = """
 import sys
 import time
-from scripts.bench import plot_speed
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 tries = Attempts(Log(sys.argv[1], "--json"), {"part": "p"}, 1, int)
@@ -167,7 +165,7 @@ def test_a_family_of_kernels_that_fails_hides_no_other(tmp_path, monkeypatch):
     assert "family topk: right" in printed and "the relative error is 0.5" in printed
 
 
-def test_one_run_makes_the_rows_of_readme(tmp_path, capsys):
+def test_one_run_makes_the_rows_of_readme(tmp_path):
     """Those without a fault, at T = 0, of the highest rung, beside others in the same groups."""
     base = {"quant": "int4", "group_size": 0, "inflate": "llama2-7b", "temperature": 0.0, "batch_size": 1}
     base |= {"int4": "triton", "group": "captured", "tau": 6.0, "fault": ""}
