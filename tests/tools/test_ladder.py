@@ -167,7 +167,13 @@ def test_a_family_of_kernels_that_fails_hides_no_other(tmp_path, monkeypatch):
 
 def test_one_run_makes_the_rows_of_readme(tmp_path):
     """Those without a fault, at T = 0, of the highest rung, beside others in the same groups."""
-    base = {"quant": "int4", "group_size": 0, "inflate": "llama2-7b", "temperature": 0.0, "batch_size": 1}
+    base = {
+        "quant": "int4",
+        "group_size": 0,
+        "inflate": "llama2-7b",
+        "temperature": 0.0,
+        "batch_size": 1,
+    }
     base |= {"int4": "triton", "group": "captured", "tau": 6.0, "fault": ""}
     ladder_rows = [
         base | {"name": "vanilla", "tokens_per_s": 400.0, "cycle_ms": 2.5},
