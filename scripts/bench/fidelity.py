@@ -180,7 +180,7 @@ def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
     rows: dict[str, Found] = {}
     del model
     for name, options in tqdm(rows_to_load, unit="format"):
-        engine = load(draft="none", **options)
+        engine = load(draft="none", device="cpu", **options)
         logits = logits_of(engine.target, prompts, engine.kv_dtype)
         rows[name] = compare_logits(reference, logits, prompts)
     if is_gguf(path):
@@ -219,6 +219,7 @@ def questions(path: Path, also: str) -> list[dict]:
             draft="none",
             chat="",
             max_new_tokens=ANSWER_TOKENS,
+            device="cpu",
             **options,
         )
         engine = load(config)

@@ -30,7 +30,7 @@ from scripts.bench.row_log import Log
 
 LOGS = ("probes.jsonl", "ladder.jsonl", "beside.jsonl")  # of attempts.py
 FAMILY = "family "  # in front of the name of a family of kernels, as probe.py writes it
-# of README's table; that of a row is behind "gpt-eagle, "
+# methods of the ladder, as README's table names them
 METHODS = {"vanilla": "no draft", "chain": "chain of 5", "tree": "tree of 32"}
 EAGLE2_TAU = 4.65  # tokens a pass, of EAGLE-2's trees on prompts that its head has not seen (paper)
 GROUPS = {"int4": 128, "gptfast-int4": 32, "gptfast-int4-128": 128}  # weights that share a scale
