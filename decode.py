@@ -13,8 +13,8 @@ Vanilla decoding is the cycle whose tree is only its root. There is a cycle for 
 drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
 host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
 operators.
-Not here: the host's side (scheduler.py, session.py), compiling and capturing (runtime.py), loading
-(load.py).
+Not here: the host's side (run/scheduler.py, run/session.py), compiling and capturing (runtime.py),
+loading (run/load.py).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 import sampling
-from base.parsing import require
-from base.tree_paths import DraftLimit
+from backends.backends import choose, use_backend
+from backends.tree import Accepted
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
-from observer import REPORT, Observer
-from ops.backends import choose, use_backend
-from ops.tree import Accepted
-from options import GenerateConfig, Sampling
+from run.observer import REPORT, Observer
+from run.options import GenerateConfig, Sampling
+from run.parsing import require
+from run.tree_paths import DraftLimit
 from runtime import StepClock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors
 
@@ -150,14 +150,14 @@ class Engine:
     eos_ids: tuple[int, ...]
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
-    accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (extras/residual.py)
+    accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (drafts/residual.py)
     policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
     guide: GuideSource | None = None  # masks tokens, unless a request brings its own
     rescorer: Rescorer | None = None  # of requests whose parameters ask for it
     cycles: Cycles = field(default_factory=Cycles)
-    tokenizer: Any = None  # hf.tokenizer.Tokenizer, or None when only ids go in and out
-    template: Any = None  # hf.chat.ChatTemplate, with --chat
+    tokenizer: Any = None  # files.tokenizer.Tokenizer, or None when only ids go in and out
+    template: Any = None  # files.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
 

@@ -8,8 +8,8 @@ A shape, `DynamicTree` or `StaticTree`, is plain data. `to` moves it to a device
 plan, by which `TreeDrafter.propose` (drafters.py) grows a tree level by level.
 
 Padding is where `valid` is False; no token id stands for it. All scores are fp32.
-Not here: scoring tokens (drafters.py), the functions of growth and acceptance (ops/backends.py),
-deciding tokens (sampling.py).
+Not here: scoring tokens (drafters.py), the functions of growth and acceptance
+(backends/backends.py), deciding tokens (sampling.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from base.tree_paths import chain_paths, check_candidates
-from ops.library import tiles_in_use
-from ops.torch_backend import ancestors
-from ops.tree import DraftTree, Level
+from backends.library import tiles_in_use
+from backends.tree import DraftTree, Level
+from reference import ancestors
+from run.tree_paths import chain_paths, check_candidates
 
 
 class DecodedTokens(NamedTuple):
@@ -208,7 +208,7 @@ class StaticTree:
 def usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int]:
     """Return the top-k and the nodes that a dynamic tree has where no others are asked for.
 
-    quant, dtype: the options (options.py)
+    quant, dtype: the options (run/options.py)
     """
     if not on_cuda:
         if quant == "none" and dtype == "bfloat16" and tiles_in_use() != "none":

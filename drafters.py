@@ -10,7 +10,7 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
 The host picks one before every cycle (`observer.Observer`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
-and add its module to `DRAFTERS` (base/methods.py).
+and add its module to `DRAFTERS` (run/methods.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 import sampling
-from base.tree_paths import MAX_NODES
+from backends.backends import TORCH, Backend, use_backend
+from backends.tree import Candidates, Children, Frontier, Scores
 from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, StaticTree
 from kv_cache import KVCache, Window
 from model import Transformer
-from observer import Observer
-from ops.backends import TORCH, Backend, use_backend
-from ops.tree import Candidates, Children, Frontier, Scores
+from run.observer import Observer
+from run.tree_paths import MAX_NODES
 from sampling import SamplingTensors
 
 
@@ -171,12 +171,12 @@ class TreeDrafter(Drafter):
         children: how they are chosen where a batch samples. "topk": top-k of the drafter's
             logits; "noise": top-k of logits + T * the shared noise; "sampled": by `sampler`
         vocab: default: the target's
-        graft: `extras.ngram_draft.Ngram`, whose candidates replace the worst nodes
+        graft: `drafts.ngram_draft.Ngram`, whose candidates replace the worst nodes
         """
         self.sharpness = sharpness
         self.graft = graft
         self.children = children
-        self.sampler: Any = None  # draws the children itself (extras/residual.py)
+        self.sampler: Any = None  # draws the children itself (drafts/residual.py)
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
         self._set_tree(tree.to(self.device))

@@ -9,7 +9,7 @@
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
-Not here: the files of a head (hf/heads.py).
+Not here: the files of a head (files/heads.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from backends.backends import TORCH, Backend, use_backend
+from backends.cpp.layers import FusedHead, fits, steps_of_head
+from backends.fusions import FusedLayers
+from backends.tree import Frontier
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
-from fusions import FusedLayers
-from hf.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
-from hf.heads import (
+from files.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
+from files.heads import (
     EagleConfig,
     HeadFiles,
     draft_lm_head,
@@ -37,14 +40,11 @@ from hf.heads import (
     print_notes,
     read_head,
 )
-from hf.weights import Storage, load_weights
+from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
-from ops.backends import TORCH, Backend, use_backend
-from ops.cpu.layers import FusedHead, fits, steps_of_head
-from ops.tree import Frontier
-from options import GenerateConfig
+from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import (
     Beside,

@@ -1,10 +1,10 @@
 """The linear layer, and the embedding over a packed weight.
 
 1. `Linear` is made with a float weight, so that it can be trained, loaded and split by its name.
-   `pack` puts a `Weight` of any format in its place (ops/weight.py).
+   `pack` puts a `Weight` of any format in its place (backends/weight.py).
 2. With experts, the weight is a stack, and every row is multiplied by its own expert's.
-3. `operands` are what the C++ pass over all layers (ops/cpu/layers.py) and CUDA's fused kernels
-   (ops/epilogues.py) take.
+3. `operands` are what the C++ pass over all layers (backends/cpp/layers.py) and CUDA's fused
+   kernels (backends/epilogues.py) take.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ops import weight as weights
-from ops.backends import TORCH, Backend
-from ops.epilogues import LazyMatmul, UnnormalizedRows, add
-from ops.weight import Weight
+from backends import weight as weights
+from backends.backends import TORCH, Backend
+from backends.epilogues import LazyMatmul, UnnormalizedRows, add
+from backends.weight import Weight
 
 
 class Linear(nn.Module):
@@ -97,7 +97,7 @@ class Linear(nn.Module):
 
     @property
     def format(self) -> str:
-        """The format of the weight: "none", a key of `ops.formats.FORMATS`, or "blocks"."""
+        """The format of the weight: "none", a key of `backends.formats.FORMATS`, or "blocks"."""
         return self.record.format if self.packed else "none"
 
     @property

@@ -5,14 +5,14 @@
 2. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
    `Transformer.logits` applies the LM head to the features that need it.
 3. The steps' PyTorch is the code that runs with --plain. Else C++ on a CPU runs the list over a
-   cache in one call (`Transformer.fused`, ops/cpu/layers.cpp), and on CUDA neighbours in the list
-   are one launch (fusions.py).
+   cache in one call (`Transformer.fused`, backends/cpp/layers.cpp), and on CUDA neighbours in the
+   list are one launch (backends/fusions.py).
 4. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
    computed per call, once for all layers. That keeps positions unlimited and costs less than 1 % of
    a step.
 
-Not here: config.json and weights (hf/), number formats (quantize.py), operators (ops/), drafting,
-sampling.
+Not here: config.json and weights (files/), number formats (quantize.py), operators (backends/),
+drafting, sampling.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusions import FusedLayers
+from backends.backends import TORCH, Backend
+from backends.cpp.layers import FusedModel, fits, steps_of
+from backends.fusions import FusedLayers
+from backends.kv_codes import row_width
 from kv_cache import KVCache, StateShape, Window, sliding
 from linear import Linear
-from ops.backends import TORCH, Backend
-from ops.cpu.layers import FusedModel, fits, steps_of
-from ops.kv_codes import row_width
 from runtime import replace_fields
 from steps import (
     Add,
@@ -378,7 +378,7 @@ def run_layers(
     run_part: Callable = run_eagerly,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[Rows, list[Tensor]]:
-    """Run layers, or segments (fusions.py), one after the other.
+    """Run layers, or segments (backends/fusions.py), one after the other.
 
     run_part: the call of a layer. Layers with equal steps have the same shapes, so a compiled call
         compiles once for each kind.

@@ -3,15 +3,15 @@
     python generate.py --checkpoint DIR --quant int4                  # quantize while loading
     python quantize.py --checkpoint DIR --quant int4 --out DIR-int4   # or once, into files
 
-1. A format (ops/formats.py) rounds one weight at a time. Quantizing while loading gives the same
-   bits.
+1. A format (backends/formats.py) rounds one weight at a time. Quantizing while loading gives the
+   same bits.
 2. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
    the format in `quantization_config`.
-3. `calibrated` keeps the weights that int4 rounds with second moments (hf/calibrate.py) in the
+3. `calibrated` keeps the weights that int4 rounds with second moments (files/calibrate.py) in the
    user's cache, for `--quant int4`. `GPT_EAGLE_QUANTIZED` in the environment names another folder.
 
 Trade-off: draft heads, experts and int8 are rounded without moments, which is enough for them.
-Not here: the formats (ops/formats.py); loading (hf/weights.py).
+Not here: the formats (backends/formats.py); loading (files/weights.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from base.io import (
+from files.fetch import fetched
+from files.io import (
     bundled_head,
     cache_folder,
     check_out,
@@ -39,9 +40,8 @@ from base.io import (
     read_json,
     show_progress,
 )
-from base.parsing import one_line_errors, option, parse
-from hf.fetch import fetched
-from options import FORMAT_NAMES, pick_device
+from run.options import FORMAT_NAMES, pick_device
+from run.parsing import one_line_errors, option, parse
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ COMMAND = read_command() if __name__ == "__main__" else None
 
 from torch import Tensor
 
-from base.rank import this_rank
-from hf.calibrate import Moments, moments_of
-from hf.checkpoint import (
+from backends.formats import FORMATS, Encoder, check_finite
+from backends.library import cpu_operators_are_loaded, single_torch_thread
+from files.calibrate import Moments, moments_of
+from files.checkpoint import (
     METHOD,
     Quantization,
     TensorSource,
@@ -109,11 +110,10 @@ from hf.checkpoint import (
     scale_name,
     write_checkpoint,
 )
-from hf.config import read_raw
-from hf.stacks import StackedFiles, has_stacks
-from hf.tokenizer import has_tokenizer
-from ops.formats import FORMATS, Encoder, check_finite
-from ops.library import cpu_operators_are_loaded, single_torch_thread
+from files.config import read_raw
+from files.stacks import StackedFiles, has_stacks
+from files.tokenizer import has_tokenizer
+from run.rank import this_rank
 
 VERSION = 2  # of the rounding and of its text, for the cache
 TIED = "model.embed_tokens.weight"

@@ -8,12 +8,12 @@
    that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
    the stream.
 4. `StepClock` reads the time between steps, also inside captured ones.
-5. A drafter's presets are steps of their own; an observer (observer.py) picks one before every
+5. A drafter's presets are steps of their own; an observer (run/observer.py) picks one before every
    cycle.
 
 Elsewhere a `Replay` runs its body, so that the same path is tested without a GPU.
 Trade-off: one graph per preset, instead of conditional nodes inside one: a switch picks a graph.
-Not here: the cycle (decode.py); the C++ operators that run on a CPU (ops/cpu/).
+Not here: the cycle (decode.py); the C++ operators that run on a CPU (backends/cpp/).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base.io import log_note
-from ops import switches
-from ops.library import has_cpu_operators, has_triton, is_plain
+from backends import switches
+from backends.library import has_cpu_operators, has_triton, is_plain
+from files.io import log_note
 
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
@@ -317,9 +317,9 @@ def device_time(device: torch.device) -> Tensor | int:
         return time.perf_counter_ns()
     if not has_triton():
         return torch.zeros((), dtype=torch.int64, device=device)
-    import ops.cuda.clock
+    import backends.triton.clock
 
     now = torch.empty((), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
-        ops.cuda.clock.read(now)
+        backends.triton.clock.read(now)
     return now

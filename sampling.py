@@ -13,8 +13,8 @@ are the logits themselves, so that it may stand beside others; where all are gre
 runs.
 The order is: biases and penalties, temperature, top-n-sigma, top-k, typical-p, top-p, min-p, XTC.
 It is llama.cpp's, but for the temperature, which comes before the cuts as in vLLM and transformers.
-Not here: how a device computes noise, cuts and choice (ops/backends.py); penalties
-(extras/penalties.py); the papers' residual rule (extras/residual.py).
+Not here: how a device computes noise, cuts and choice (backends/backends.py); penalties
+(drafts/penalties.py); the papers' residual rule (drafts/residual.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops import torch_backend
-from ops.backends import TORCH, Backend
-from ops.torch_backend import MASK32
-from options import Sampling
+import reference as torch_backend
+from backends.backends import TORCH, Backend
+from reference import MASK32
+from run.options import Sampling
 
 # Separate noise for separate uses; the number sits in the top bits of the draw word.
 CHOICE = 0

@@ -3,7 +3,7 @@
 The modules of the tree have short names (`model`, `load`), which would be in the way of others
 among a Python's packages. So the build puts `gpt_eagle.` before the names of our modules wherever
 they are imported, and changes nothing else: the installed code is the tree's, line by line.
-What is installed runs as `gpt-eagle` (cli/program.py). Not installed: tests, pages, the demo.
+What is installed runs as `gpt-eagle` (run/program.py). Not installed: tests, pages, the demo.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 NAME = "gpt_eagle"
 MODULES = {file.stem for file in ROOT.glob("*.py")} - {"setup"}
-FOLDERS = {"base", "cli", "extras", "hf", "models", "ops", "parallel", "scripts", "server"}
+FOLDERS = {"backends", "drafts", "files", "models", "run", "scripts", "server"}
 OURS = MODULES | FOLDERS
 DATA = (
-    "ops/cpu/*.cpp",
-    "ops/cpu/*.h",
-    "ops/cuda/*.cu",
-    "ops/cuda/measured/*.json",
+    "backends/cpp/*.cpp",
+    "backends/cpp/*.h",
+    "backends/triton/*.cu",
+    "backends/triton/measured/*.json",
     "server/*.html",
     "scripts/bench/*.cpp",
     "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle/*",
     "data/eval/*.jsonl",
     "data/licenses/*",
     "data/train/*",
-    "heads/README.md",  # its table of published heads
+    "files/HEADS.md",  # its table of published heads
 )
 ROOT_LINE = "sys.path.insert(0"  # by which a program of scripts/ finds the tree
 

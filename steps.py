@@ -8,8 +8,8 @@
 2. A step reads a register of `Rows` and writes another. Most read and write `h`, the result of the
    step before; `stream` is the residual stream.
 3. `run` is the reference, and what runs where nothing faster does. `for_cpp` describes the step to
-   the C++ pass over all layers (ops/cpu/layers.cpp). fusions.py merges neighbours for CUDA;
-   parallel/tp.py puts a sum over the ranks behind row-parallel projections.
+   the C++ pass over all layers (backends/cpp/layers.cpp). backends/fusions.py merges neighbours for
+   CUDA; run/tp.py puts a sum over the ranks behind row-parallel projections.
 
 A new kind of arithmetic is a class here and a case in layers.cpp; a step without `for_cpp` leaves
 its model to PyTorch. Not here: the lists, the weights' names in files (models/).
@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from backends.attention import with_sinks
+from backends.backends import TORCH, Backend
+from backends.cpp.layers import REGISTERS, CppStep, embedding_operands
 from kv_cache import TAPS, LayerState, StateShape, Window, causal_window
 from linear import Linear
-from ops.attention import with_sinks
-from ops.backends import TORCH, Backend
-from ops.cpu.layers import REGISTERS, CppStep, embedding_operands
-from ops.torch_backend import DeltaWeights
+from reference import DeltaWeights
 from runtime import replace_fields
 
 # parameters that are always in fp32, by the ends of their names
@@ -587,7 +587,7 @@ class Gate(Step):
 
 @dataclass(frozen=True)
 class ClampedGate(Step):
-    """Do as `Gate`, with bounded halves: `clamped_swiglu` of ops/torch_backend.py."""
+    """Do as `Gate`, with bounded halves: `clamped_swiglu` of reference.py."""
 
     alpha: float
     limit: float

@@ -9,7 +9,7 @@
 
 Sources: z-lab/dflash, dflash/model.py @10129599; vllm-project/speculators 0.9.0, models/dflash2;
 sgl-project/SpecForge @64ab5ca, `DSpineDraftModel`.
-Not here: the block itself (extras/block_draft.py), names and keys of files (hf/block_heads.py).
+Not here: the block itself (drafts/block_draft.py), names and keys of files (files/block_heads.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from base.fields import Rule, integer, key, positive
+from files.fields import Rule, integer, key, positive
 from model import ModelConfig
 from steps import RMSNorm
 

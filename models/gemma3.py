@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from base.fields import FLAG, Rule, integer, key, only, positive, read_fields
+from files.fields import FLAG, Rule, integer, key, only, positive, read_fields
 from model import DTYPES, ModelConfig, Rope
 from model import NAMES as LLAMA_NAMES
 from models.gguf_names import LAYER, GgufLayout

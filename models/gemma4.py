@@ -7,7 +7,7 @@
 4. 26B-A4B has experts beside a dense feed-forward.
 
 Source: transformers 5.24, models/gemma4. Not here: pictures, sound; the assistant models
-(extras/assistant_draft.py).
+(drafts/assistant_draft.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from base.fields import FLAG, OBJECT, integer, key, only, positive, read_fields
+from files.fields import FLAG, OBJECT, integer, key, only, positive, read_fields
 from model import Rope
 from models.gemma3 import Gemma3, ropes_of
 from models.gguf_names import LAYER, GgufLayout

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import FLAG, key, read_fields
+from files.fields import FLAG, key, read_fields
 from model import ModelConfig, Rope
 from models.gguf_names import LAYER, GgufLayout
 from models.keys import common_fields, read_swiglu_keys, rotary_dim

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from base.fields import FLAG, Rule, integer, key, positive, read_fields
+from files.fields import FLAG, Rule, integer, key, positive, read_fields
 from model import ModelConfig, Mtp, Rope
 from models.gguf_names import LAYER, GgufLayout, same
 from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim

@@ -1,7 +1,7 @@
 """gpt-oss: a mixture of experts with biases, sinks in attention, and windows on every other layer.
 
 The sliding layers see the last 128 tokens. A sink is a learned score of a head, which takes a share
-of its attention. The experts' SwiGLU is bounded. Files have the experts in MXFP4 (hf/stacks.py).
+of its attention. The experts' SwiGLU is bounded. Files have the experts in MXFP4 (files/stacks.py).
 
 Source: arXiv 2508.10925. Not here: the parts of an answer, which its chat template calls channels.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import FLAG, integer, key, positive, read_fields
+from files.fields import FLAG, integer, key, positive, read_fields
 from model import NAMES as LLAMA_NAMES
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout

@@ -1,6 +1,6 @@
 """The keys of config.json that most architectures share, as fields of `ModelConfig`.
 
-An architecture's file declares its further keys in the same way (base/fields.py): each with its
+An architecture's file declares its further keys in the same way (files/fields.py): each with its
 type, range and default. An unknown activation or RoPE type is an error, not a guess.
 """
 
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import (
+from files.fields import (
     FLAG,
     OBJECT,
     TEXT,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from base.fields import FLAG, Rule, integer, key, positive, read_fields
+from files.fields import FLAG, Rule, integer, key, positive, read_fields
 from kv_cache import TAPS, StateShape
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout, same

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import key, read_fields
+from files.fields import key, read_fields
 from model import ModelConfig
 from models.gguf_names import GgufLayout
 from models.keys import EXPERTS, common_fields, read_swiglu_keys, within_window

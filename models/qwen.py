@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from base.fields import FLAG, key, read_fields
+from files.fields import FLAG, key, read_fields
 from model import ModelConfig
 from models.gguf_names import LAYER, GgufLayout
 from models.keys import EXPERTS, LAYERS, WIDTH, common_fields, read_swiglu_keys, within_window
@@ -69,7 +69,7 @@ class HFSharedExpert:
 def mixture_fields(raw: dict) -> dict[str, Any]:
     """Read the keys of a mixture of experts, as fields of `ModelConfig`.
 
-    hf/weights.py checks the number of experts against the weights. The weights do not show how
+    files/weights.py checks the number of experts against the weights. The weights do not show how
     many experts process a token.
 
     Returns: no fields where no layer has experts.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base.fields import Rule, integer, key, read_fields
+from files.fields import Rule, integer, key, read_fields
 from models.qwen3_5 import GGUF as QWEN35_GGUF
 from models.qwen3_5 import WITH_EXPERTS, YES, HFQwen35, Qwen35
 from models.qwen3_5 import gguf_keys as qwen3_5_keys

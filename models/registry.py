@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from base.fields import text_part
-from base.gguf_header import read_header
-from base.head_kinds import ARCHITECTURES as HEADS
-from base.io import is_gguf, read_json
-from base.modules import load_module
+from files.fields import text_part
+from files.gguf_header import read_header
+from files.head_kinds import ARCHITECTURES as HEADS
+from files.io import is_gguf, read_json
+from run.modules import load_module
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 

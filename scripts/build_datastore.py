@@ -11,7 +11,7 @@
 
 A token takes 8 bytes in the file, and some 48 bytes of memory while it is built: 10 million tokens
 half a gigabyte. The model must be the one that decodes, or one with the same tokenizer.
-Source: REST (arXiv 2311.08252). Not here: the search (extras/datastore.py).
+Source: REST (arXiv 2311.08252). Not here: the search (drafts/datastore.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.io import check_output, folder_lock, log_note, replace_file, show_progress
-from base.parsing import one_line_errors, option, parse, require
-from options import DEFAULT
+from files.io import check_output, folder_lock, log_note, replace_file, show_progress
+from run.options import DEFAULT
+from run.parsing import one_line_errors, option, parse, require
 
 
 @dataclass
@@ -45,11 +45,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from extras.datastore import LONGEST
-from extras.kept_texts import vocabulary_of
-from hf.config import read_config
-from hf.fetch import fetched
-from hf.tokenizer import load_tokenizer
+from drafts.datastore import LONGEST
+from drafts.kept_texts import vocabulary_of
+from files.config import read_config
+from files.fetch import fetched
+from files.tokenizer import load_tokenizer
 
 BYTES = 48  # of memory per token, while the suffix array is made
 

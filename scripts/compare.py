@@ -31,13 +31,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.head_kinds import head_kind
-from base.io import check_directory, is_gguf
-from base.parsing import SWITCHES, one_line_errors, option, parse
-from cli.prompts import prompts_of_file
-from hf.fetch import fetched, with_files
+from files.fetch import fetched, with_files
+from files.head_kinds import head_kind
+from files.io import check_directory, is_gguf
 from models.registry import check_architecture
-from options import DEFAULT, GenerateConfig
+from run.options import DEFAULT, GenerateConfig
+from run.parsing import SWITCHES, one_line_errors, option, parse
+from run.prompts import prompts_of_file
 
 WITHOUT_HEAD = ("none", "ngram", "recycling")
 

@@ -11,7 +11,7 @@ huggingface_hub fetches from a Hugging Face repository, at one commit, what `wan
 directory; without one, `--checkpoint OWNER/NAME` fetches it into the hub's cache. Files that are
 there are not fetched again. A gated repository needs an access token: `hf auth login`, or the
 environment variable HF_TOKEN.
-Not here: downloads with pip (hf/fetch.py); GGUF files (hf/hub.py); conversion.
+Not here: downloads with pip (files/fetch.py); GGUF files (files/hub.py); conversion.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.parsing import did_you_mean, one_line_errors, option, parse, require
-from hf.hub import refusal, wanted
-from hf.known_heads import PublishedHead, published_heads
-from options import FETCHED
+from files.hub import refusal, wanted
+from files.known_heads import PublishedHead, published_heads
+from run.options import FETCHED
+from run.parsing import did_you_mean, one_line_errors, option, parse, require
 
 
 @dataclass
@@ -33,7 +33,7 @@ class DownloadConfig:
     """Options."""
 
     repo: str = option("", "hub id, OWNER/NAME, or smollm2", positional=True)
-    heads: str = option("", "list the published heads of this model, as heads/README.md has them")
+    heads: str = option("", "list the published heads of this model, as files/HEADS.md has them")
     pick: int = option(0, "fetch this one of --heads", least=1)
     out: str = option(
         "",
@@ -73,7 +73,7 @@ def heads_of(config: DownloadConfig) -> list[PublishedHead]:
     if not found:
         targets = {row.target.rpartition("/")[2]: row.target for row in published_heads()}
         hint = did_you_mean(config.heads.rpartition("/")[2], targets)
-        raise ValueError(f"heads/README.md knows no head for {config.heads}{hint}")
+        raise ValueError(f"files/HEADS.md knows no head for {config.heads}{hint}")
     fault = f"--pick must be at most {len(found)}, the heads of {config.heads}; it is {config.pick}"
     require(config.pick <= len(found), fault)
     return found
@@ -81,7 +81,7 @@ def heads_of(config: DownloadConfig) -> list[PublishedHead]:
 
 def listed(heads: list[PublishedHead]) -> str:
     """Return the lines that list heads."""
-    lines = [f"heads of {heads[0].target}, by heads/README.md:"]
+    lines = [f"heads of {heads[0].target}, by files/HEADS.md:"]
     for number, head in enumerate(heads, 1):
         licence = "not seen" if head.licence == "?" else head.licence
         lines.append(f"{number:3}  {head.name}: {head.layout}; licence: {licence}")
@@ -93,7 +93,7 @@ def download_smollm2(config: DownloadConfig) -> Path:
 
     Raises: ValueError for any failure.
     """
-    from hf.fetch import SMOLLM2, fetch
+    from files.fetch import SMOLLM2, fetch
 
     if config.revision != "main":
         raise ValueError("--revision belongs to hub ids; smollm2 has one version: drop it")

@@ -13,7 +13,7 @@
 
 llama.cpp runs EAGLE-3 heads with three layers' hidden states, one layer, and no bias; others are
 refused.
-Package: gguf. Not here: reading such a file (hf/gguf_heads.py).
+Package: gguf. Not here: reading such a file (files/gguf_heads.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.gguf_header import read_header
-from base.io import check_output, is_gguf, is_model_name, log_note, replace_file
-from base.parsing import one_line_errors, option, parse, require
-from options import DEFAULT
+from files.gguf_header import read_header
+from files.io import check_output, is_gguf, is_model_name, log_note, replace_file
+from run.options import DEFAULT
+from run.parsing import one_line_errors, option, parse, require
 
 LAYOUTS = ("gguf", "speculators", "sglang")
 FORMATS = ("f16", "q8_0")
@@ -86,9 +86,9 @@ COMMAND = read_command() if __name__ == "__main__" else None
 import numpy as np
 import torch
 
-from hf.fetch import fetched, title_of
-from hf.gguf_heads import D2T, EAGLE3, SHARPNESS
-from hf.heads import EagleConfig
+from files.fetch import fetched, title_of
+from files.gguf_heads import D2T, EAGLE3, SHARPNESS
+from files.heads import EagleConfig
 from model import rope_frequencies
 from scripts.gguf_file import gguf_name, keys_of, rotated_as_in_llama_cpp, stored, write
 from scripts.head_layouts import Head, read, write_directory

@@ -1,7 +1,7 @@
 """Write GGUF files: names, keys, the order of rows, blocks.
 
 export_head.py writes heads, bench/llama_peer.py models, bench/random_file.py random numbers.
-Package: gguf. Not here: reading such a file (hf/gguf.py, hf/gguf_heads.py).
+Package: gguf. Not here: reading such a file (files/gguf.py, files/gguf_heads.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf.gguf import NAMES, row_order
+from files.gguf import NAMES, row_order
 from model import ModelConfig
 from models.gguf_names import LAYER
 

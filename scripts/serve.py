@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base import parsing
-from cli.prompts import read_grammar
-from cli.start import with_checked_files
+from run import parsing
+from run.prompts import read_grammar
+from run.start import with_checked_files
 from server.options import ABOUT, ServeConfig
 
 

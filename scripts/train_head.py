@@ -48,12 +48,12 @@ from typing import Any, NamedTuple, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from base.gguf_header import read_header
-from base.io import is_gguf, log_note, read_json, read_text, write_text
-from base.parsing import one_line_errors, option, parse, processors, require
-from hf.fetch import fetched
+from files.fetch import fetched
+from files.gguf_header import read_header
+from files.io import is_gguf, log_note, read_json, read_text, write_text
 from models.registry import check_architecture
-from options import DEFAULT, ROOT, pick_device
+from run.options import DEFAULT, ROOT, pick_device
+from run.parsing import one_line_errors, option, parse, processors, require
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
     with one_line_errors("train_head.py"):
         has_one = not config.tokens or config.hours == HeadConfig.hours
         require(has_one, "--tokens: the hours follow from the tokens; drop --hours")
-        from hf.chat import chat_template  # these need packages that --help does not
-        from hf.tokenizer import Tokenizer
+        from files.chat import chat_template  # these need packages that --help does not
+        from files.tokenizer import Tokenizer
 
         path = fetched(config.checkpoint)
         check_architecture(path)
@@ -161,9 +161,9 @@ COMMAND = read_command() if __name__ == "__main__" else None
 import torch
 from tqdm import tqdm
 
-from base.methods import HEAD_KINDS
-from hf.config import read_raw
-from ops.cpu.build import folder_lock
+from backends.cpp.build import folder_lock
+from files.config import read_raw
+from run.methods import HEAD_KINDS
 from scripts import export_head
 from scripts.bench import papers
 from scripts.bench.measure import shown_path

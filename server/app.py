@@ -9,7 +9,7 @@ scripts/serve.py starts it, with every option of generate.py that says what is d
    only read are answered by readings.py.
 
 The text is a function of (weights, prompt, parameters of sampling, seed, number of the choice), and
-of the JSON schema in `response_format` (extras/grammar.py, which needs llguidance): that of
+of the JSON schema in `response_format` (drafts/grammar.py, which needs llguidance): that of
 generate.py for this prompt and these options, whatever the batch, but for the bytes of a character
 that is cut at the end. Tool calls are taken out of it (tool_calls.py).
 Without a seed one is drawn; the other options are the server's where a request names none, and its
@@ -44,16 +44,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from base.io import log_note
-from base.parsing import one_line_errors
 from decode import Engine
-from extras.drafted import told_draft
-from extras.kv_store import KVStore
-from generate import load
-from load import warm_up
-from observer import Observer
-from options import Sampling
-from parallel import ranks
+from drafts.drafted import told_draft
+from files.io import log_note
+from run import ranks
+from run.generate import load
+from run.kv_store import KVStore
+from run.load import warm_up
+from run.observer import Observer
+from run.options import Sampling
+from run.parsing import one_line_errors
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
 from server.options import ServeConfig

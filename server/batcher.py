@@ -1,8 +1,8 @@
 """The batch of serve.py: one thread decodes the answers that many clients wait for.
 
 1. A `Job` is one requested answer. `Batcher.submit` queues it, or refuses it in a full queue.
-2. The thread hands jobs to a `Scheduler` (scheduler.py). After each step it passes the new text of
-   every answer (`Delta`) to its job.
+2. The thread hands jobs to a `Scheduler` (run/scheduler.py). After each step it passes the new text
+   of every answer (`Delta`) to its job.
 3. A job whose client has left is cancelled before the next step.
 4. Texts that are only read (`Batcher.call`) are read between two steps.
 """
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from base.io import log_note
 from decode import Engine
-from extras.drafted import Drafted, DraftMarks, Nodes, Spans
-from extras.kv_store import KVStore
-from extras.logprobs import Logprob, Logprobs
-from scheduler import Piece, Request, Scheduler
+from drafts.drafted import Drafted, DraftMarks, Nodes, Spans
+from drafts.logprobs import Logprob, Logprobs
+from files.io import log_note
+from run.kv_store import KVStore
+from run.scheduler import Piece, Request, Scheduler
 from server.counters import Counters
 
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}

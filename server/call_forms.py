@@ -24,11 +24,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from base.parsing import require
-from extras.grammar import STYLE, without_formats
-from hf.chat import ChatTemplate
-from hf.thinking import FINAL, behind_thinking, without_opening
-from hf.tokenizer import Tokenizer
+from drafts.grammar import STYLE, without_formats
+from files.chat import ChatTemplate
+from files.thinking import FINAL, behind_thinking, without_opening
+from files.tokenizer import Tokenizer
+from run.parsing import require
 
 PROBE = "probe_of_a_tool"
 ANOTHER_PROBE = "probe_of_another_tool"

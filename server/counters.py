@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from stats import Stats
+from run.stats import Stats
 
 # upper bounds of the time to the first token (s)
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

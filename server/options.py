@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from base.parsing import option
-from options import GenerateConfig
+from run.options import GenerateConfig
+from run.parsing import option
 
 ABOUT = "Serve a model to OpenAI clients."
 

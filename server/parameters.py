@@ -11,17 +11,17 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from base.io import LocalError
-from base.parsing import MOST, by_names, check_kinds, require
-from base.tree_paths import DraftLimit
-from cli.prompts import ContextOverflow, check_ids
 from decode import Engine
-from extras.grammar import compile_grammars, schema_of
-from hf.chat import NO_TEMPLATE, chat_template, words_as_text
-from hf.config import recommended_sampling
-from hf.fetch import fetched
-from hf.thinking import Tags, closed, hidden_tags, opened_by
-from options import OF_DRAWS, GenerateConfig, Sampling
+from drafts.grammar import compile_grammars, schema_of
+from files.chat import NO_TEMPLATE, chat_template, words_as_text
+from files.config import recommended_sampling
+from files.fetch import fetched
+from files.io import LocalError
+from files.thinking import Tags, closed, hidden_tags, opened_by
+from run.options import OF_DRAWS, GenerateConfig, Sampling
+from run.parsing import MOST, by_names, check_kinds, require
+from run.prompts import ContextOverflow, check_ids
+from run.tree_paths import DraftLimit
 from server.batcher import Refusal
 from server.call_forms import Form, form_of
 from server.options import ServeConfig
@@ -168,7 +168,7 @@ class RequestParams(NamedTuple):
     stops: list[str]
     stream: bool
     usage: bool  # a stream ends with the usage
-    guide: Any  # extras.grammar.Grammar that the answers follow, or None
+    guide: Any  # drafts.grammar.Grammar that the answers follow, or None
     tools: Tools | None
     draft_limits: list[DraftLimit]  # of each prompt
     wants_trees: bool

@@ -11,10 +11,10 @@ import struct
 from functools import cached_property
 from typing import Any
 
-from base.io import log_note
-from extras.logprobs import Logprob
-from extras.prompt_pass import Pooling, embedding, pooling_of, prompt_logprobs
-from hf.fetch import fetched
+from drafts.logprobs import Logprob
+from files.fetch import fetched
+from files.io import log_note
+from run.prompt_pass import Pooling, embedding, pooling_of, prompt_logprobs
 from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams, RequestReader, need
 

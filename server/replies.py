@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from extras.drafted import Spans
-from hf.thinking import Thinking
-from hf.tokenizer import Tokenizer
+from drafts.drafted import Spans
+from files.thinking import Thinking
+from files.tokenizer import Tokenizer
 from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams
 from server.tool_calls import Finder

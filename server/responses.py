@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from base.parsing import require
-from hf.tokenizer import Tokenizer
+from files.tokenizer import Tokenizer
+from run.parsing import require
 from server.batcher import Delta, Refusal
 from server.parameters import SHOWN, RequestParams, refusal
 from server.replies import Reply

@@ -7,7 +7,7 @@
    text stays the content, as does a call that is not whole or not of a given tool. The thinking
    before it is none of its text.
 3. With "required" or a named tool the opening of a call ends the prompt, and a grammar
-   (extras/grammar.py) forces the rest of it, with arguments that follow the tool's schema.
+   (drafts/grammar.py) forces the rest of it, with arguments that follow the tool's schema.
 
 Trade-off: an event of a stream holds whole calls. With "auto" the arguments are the model's own:
 `strict` changes nothing, and response_format cannot be had too.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from base.parsing import require
+from run.parsing import require
 from server.call_forms import NOTHING, Form, new_id
 
 MOST_TOOLS = 128  # as OpenAI's

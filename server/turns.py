@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cli.prompts import answer_room
+from run.prompts import answer_room
 from server.batcher import Refusal
 from server.parameters import RequestParams, RequestReader
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from base.io import folder_lock
-from base.parsing import show_notes
-from hf.fetch import Packaged, fetch, fetched
-from ops.library import has_cpu_operators
-from options import DEFAULT, DEMO
+from backends.library import has_cpu_operators
+from files.fetch import Packaged, fetch, fetched
+from files.io import folder_lock
+from run.options import DEFAULT, DEMO
+from run.parsing import show_notes
 
 show_notes()  # in the tests' own process, as a command does
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too

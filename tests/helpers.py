@@ -27,39 +27,37 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ops.cuda.layout
-import ops.experts
-import ops.linear
-import ops.weight
+import backends.experts
+import backends.linear
+import backends.triton.layout
+import backends.weight
 import sampling
+from backends.backends import TORCH, Backend, choose
+from backends.formats import FORMATS
+from backends.library import has_cpu_operators
+from backends.tree import Candidates
+from backends.weight import Weight, stack, table_of
 from decode import Cycle, Engine, build_cycles
 from draft_tree import DecodedTokens, StaticTree
 from drafters import Drafter, DraftMethod, TreeDrafter
+from drafts.autosize import AutoTrees
+from drafts.residual import sample_children
 from eagle_draft import EagleHead, load_head
-from extras.autosize import AutoTrees
-from extras.residual import sample_children
-from hf.gguf_blocks import Blocks, Numbers, planes_of_blocks
-from hf.weights import export_weights, load_model, weight_names
+from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
+from files.weights import export_weights, load_model, weight_names
 from linear import Linear
-from load import accept_rule
 from model import Layer, ModelConfig, Transformer
-from ops.backends import TORCH, Backend, choose
-from ops.formats import FORMATS
-from ops.library import has_cpu_operators
-from ops.torch_backend import HeadNorms, rms_norm
-from ops.tree import Candidates
-from ops.weight import Weight, stack, table_of
-from options import GenerateConfig
+from reference import HeadNorms, rms_norm
+from run.load import accept_rule
+from run.options import GenerateConfig
+from run.session import Session
 from sampling import Sampling, SamplingMode, SamplingTensors
 from scripts.train import training
-from session import Session
 from steps import Rows
 
 GOLDEN = Path(__file__).parent / "golden"
 # of the project's code, beside the files of its root
-FOLDERS = (
-    "base", "cli", "parallel", "hf", "models", "ops", "extras", "server", "scripts", "examples",
-)  # fmt: skip
+FOLDERS = ("backends", "files", "models", "drafts", "run", "server", "scripts", "examples")
 PROMPTS = [[5, 17, 3, 40, 8, 22, 61], [9, 33, 2, 71, 54, 90, 12, 6, 28, 77, 1, 45]]
 COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler"
@@ -345,17 +343,19 @@ class Quantized(NamedTuple):
         if self.scale is None:
             return x @ self.packed.to(x.dtype).T
         if self.scale.dtype == torch.float16:
-            return ops.weight.blocks_a16_reference(x, self.packed, self.scale)
-        product = ops.weight.w4a16_reference if self.group else ops.weight.w8a16_reference
+            return backends.weight.blocks_a16_reference(x, self.packed, self.scale)
+        product = backends.weight.w4a16_reference if self.group else backends.weight.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
         """The product by the operator."""
         if self.scale is None:
-            return ops.linear.halves_product(x, self.packed.to(x.dtype), "none")
+            return backends.linear.halves_product(x, self.packed.to(x.dtype), "none")
         if self.scale.dtype == torch.float16:
-            return ops.weight.blocks_a16(x, self.packed, self.scale)
-        return (ops.weight.w4a16 if self.group else ops.weight.w8a16)(x, self.packed, self.scale)
+            return backends.weight.blocks_a16(x, self.packed, self.scale)
+        return (backends.weight.w4a16 if self.group else backends.weight.w8a16)(
+            x, self.packed, self.scale
+        )
 
 
 def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> Quantized:
@@ -365,7 +365,7 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     if form == "float":
         weight = torch.randn(N, K, generator=g, device=device).bfloat16().float()
         return Quantized(0, weight, None)
-    if form in ops.cuda.layout.BLOCK_FORMS:
+    if form in backends.triton.layout.BLOCK_FORMS:
         content = torch.from_numpy(gguf_blocks(form, N, K, seed=seed)).to(device)
         return Quantized(0, *planes_of_blocks(form, content))
     group = int(form.split("-")[1]) if form != "int8" else 0
@@ -377,16 +377,16 @@ def quantized(form: str, N: int, K: int, device: str = "cpu", seed: int = 0) -> 
     if group:
         zero = torch.randint(-8, 9, scale.shape, generator=g, device=device, dtype=torch.int8)
         scale = (
-            ops.weight.join_zeros(scale.half(), zero)
+            backends.weight.join_zeros(scale.half(), zero)
             if form.endswith("zeros")
             else scale.bfloat16()
         )
         return Quantized(
             group,
-            ops.cuda.layout.pack_int4_planes(codes),
-            ops.cuda.layout.pack_scales(scale, group),
+            backends.triton.layout.pack_int4_planes(codes),
+            backends.triton.layout.pack_scales(scale, group),
         )
-    return Quantized(0, ops.cuda.layout.pack_int8_planes(codes), scale[:, 0])
+    return Quantized(0, backends.triton.layout.pack_int8_planes(codes), scale[:, 0])
 
 
 class QuantizedExperts(NamedTuple):
@@ -399,7 +399,7 @@ class QuantizedExperts(NamedTuple):
     def reference(self, x: Tensor, expert: Tensor) -> Tensor:
         """The product in the plainest way."""
         y = x.new_empty(len(x), self.weight.shape[-2])
-        for e, rows in ops.experts.rows_by_expert(expert):
+        for e, rows in backends.experts.rows_by_expert(expert):
             y[rows] = (
                 self.parts[e].reference(x[rows])
                 if self.parts
@@ -410,10 +410,10 @@ class QuantizedExperts(NamedTuple):
     def operator(self, x: Tensor, routing: Tensor) -> Tensor:
         """The product by the operator."""
         if not self.parts:
-            return ops.experts.experts_linear(x, self.weight, routing)
-        product = ops.weight.w4a16 if self.parts[0].group else ops.weight.w8a16
+            return backends.experts.experts_linear(x, self.weight, routing)
+        product = backends.weight.w4a16 if self.parts[0].group else backends.weight.w8a16
         if self.scale.dtype == torch.float16:
-            product = ops.weight.blocks_a16
+            product = backends.weight.blocks_a16
         return product(x, self.weight, self.scale, routing)
 
 
@@ -508,9 +508,9 @@ def packed_blocks(*parts: Blocks | Numbers) -> tuple[Tensor, Tensor]:
 
 def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lay out codes for CUDA on every device, so that layers multiply as there."""
-    layout_of = ops.weight.layout_of
+    layout_of = backends.weight.layout_of
     monkeypatch.setattr(
-        ops.weight, "layout_of", lambda format, device, scale: layout_of(format, "cuda", scale)
+        backends.weight, "layout_of", lambda format, device, scale: layout_of(format, "cuda", scale)
     )
 
 

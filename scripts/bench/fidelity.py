@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import check_outputs, is_gguf, write_text
-from base.parsing import one_line_errors, option, parse
-from options import DEFAULT, ROOT, GenerateConfig
+from files.io import check_outputs, is_gguf, write_text
+from run.options import DEFAULT, ROOT, GenerateConfig
+from run.parsing import one_line_errors, option, parse
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import generate
-from hf.config import read_config
-from hf.fetch import fetched
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
+from files.config import read_config
+from files.fetch import fetched
+from files.tokenizer import Tokenizer
+from files.weights import load_model
 from kv_cache import KVCache, causal_window
-from load import load
 from model import Transformer
+from run.generate import generate
+from run.load import load
 from scripts.bench.measure import environment, shown_path
 
 TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")

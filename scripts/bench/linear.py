@@ -14,8 +14,8 @@
 4. With several units, a round measures them one after the other. A unit is named with each cell in
    which it takes longer than the first one: the median over rounds of the ratio is above 1.0.
 
-torch-bf16 is `F.linear`, the rest is ops/cpu/matmul.cpp; Q2_K to Q8_0 are types of a GGUF file.
-Not here: CUDA (scripts/gpu/kernels.py), whole models (papers.py).
+torch-bf16 is `F.linear`, the rest is backends/cpp/matmul.cpp; Q2_K to Q8_0 are types of a GGUF
+file. Not here: CUDA (scripts/gpu/kernels.py), whole models (papers.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import check_outputs, write_text
-from base.parsing import one_line_errors, option, parse
+from files.io import check_outputs, write_text
+from run.parsing import one_line_errors, option, parse
 
 FLOAT = ("torch-bf16", "bf16")  # the same weights, [N, K] bf16
 ROUNDED = {  # name -> format, group size (0: an output's)
@@ -103,13 +103,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from hf.gguf import TYPES
-from hf.gguf_blocks import Blocks
-from ops.backends import choose
-from ops.cpu import build
-from ops.cpu.pages import HugePages
-from ops.formats import FORMATS
-from ops.weight import Weight, table_of
+from backends.backends import choose
+from backends.cpp import build
+from backends.cpp.pages import HugePages
+from backends.formats import FORMATS
+from backends.weight import Weight, table_of
+from files.gguf import TYPES
+from files.gguf_blocks import Blocks
 from scripts.bench.measure import Series, environment, read_bandwidth
 
 ROTATED_BYTES = 200_000_000

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from base.io import log_note
-from hf.config import open_source, read_config
-from hf.weights import weight_names
+from files.config import open_source, read_config
+from files.io import log_note
+from files.weights import weight_names
+from run.session import common_prefix
 from scripts import gguf_file
-from session import common_prefix
 
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 # architectures of ours that hand out the inputs of their layers in it; beside others it aborts

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import stats
+from backends.library import PLAIN, tiles_in_use
 from decode import Engine, build_cycles
-from extras.presets import PresetPolicy
-from load import warm_up, with_draft
+from drafts.presets import PresetPolicy
 from model import Transformer
-from ops.library import PLAIN, tiles_in_use
-from options import ROOT, GenerateConfig
-from scheduler import Request, Scheduler
+from run import stats
+from run.load import warm_up, with_draft
+from run.options import ROOT, GenerateConfig
+from run.scheduler import Request, Scheduler
 from steps import Project
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it

@@ -6,10 +6,10 @@
     python scripts/bench/papers.py --report bench.jsonl --plots plots
 
 1. A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any field
-   of GenerateConfig (options.py), also those that are no flags: `eagle:dynamic:topk:tree_size=30`.
-   It becomes a command line, which is refused where generate.py would refuse it.
-   `all` stands for every method whose files are at hand: those that need none, the bundled head,
-   and the heads, draft models and datastores in the directory `--heads`.
+   of GenerateConfig (run/options.py), also those that are no flags:
+   `eagle:dynamic:topk:tree_size=30`. It becomes a command line, which is refused where generate.py
+   would refuse it. `all` stands for every method whose files are at hand: those that need none, the
+   bundled head, and the heads, draft models and datastores in the directory `--heads`.
 2. The target is loaded once per quantization. The first prompts of a task are decoded untimed with
    a trace: a warm-up, and the calibration of the draft's confidence (EAGLE-2 Figure 6).
 3. All methods decode the same prompts in turn, prompt group by prompt group, in an order that
@@ -40,11 +40,11 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.head_kinds import gguf_head_kind, head_kind
-from base.io import check_outputs, is_gguf, log_note
-from base.methods import HEAD_KINDS, MTP
-from base.parsing import SWITCHES, one_line_errors, option, parse
-from options import DEMO, GenerateConfig, pick_device
+from files.head_kinds import gguf_head_kind, head_kind
+from files.io import check_outputs, is_gguf, log_note
+from run.methods import HEAD_KINDS, MTP
+from run.options import DEMO, GenerateConfig, pick_device
+from run.parsing import SWITCHES, one_line_errors, option, parse
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,13 @@ import torch
 from tqdm import tqdm
 
 from decode import Engine
-from generate import Batch, Turn, encode, first_ids, load
-from hf.chat import NO_TEMPLATE
-from hf.checkpoint import WeightFiles
-from hf.config import find_mtp
-from hf.fetch import fetched
-from hf.known_heads import own_head
+from files.chat import NO_TEMPLATE
+from files.checkpoint import WeightFiles
+from files.config import find_mtp
+from files.fetch import fetched
+from files.known_heads import own_head
+from run.generate import Batch, Turn, encode, first_ids, load
+from run.stats import Stats, peak_memory_bytes
 from scripts.bench.measure import (
     Series,
     draft_options,
@@ -141,7 +142,6 @@ from scripts.bench.replays import compare_replays
 from scripts.bench.report import write_report
 from scripts.bench.row_log import Log
 from scripts.bench.tasks import conversations
-from stats import Stats, peak_memory_bytes
 
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
 BINS = 20  # of confidence, in [0, 1]

@@ -29,9 +29,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import is_gguf
-from base.parsing import one_line_errors, option, parse
-from options import DEFAULT, GenerateConfig
+from files.io import is_gguf
+from run.options import DEFAULT, GenerateConfig
+from run.parsing import one_line_errors, option, parse
 
 # of random_file.py
 SHAPES = ("qwen3.5-0.8b", "lfm2-350m", "lfm2-1.2b", "gemma4-e2b", "gpt-oss-20b")
@@ -76,13 +76,13 @@ COMMAND = parse(PassesConfig, "passes.py", __doc__) if __name__ == "__main__" el
 import torch
 
 from kv_cache import KVCache, causal_window
-from load import load
 from model import Transformer
+from run.load import load
+from run.stats import peak_memory_bytes
 from runtime import replace_fields
 from scripts.bench import random_file
 from scripts.bench.llama_peer import LlamaCpp
 from scripts.bench.measure import environment
-from stats import peak_memory_bytes
 
 MOST_LOGITS = 64  # rows whose logits are all computed
 UNITS = ("none", "hardware", "emulation")

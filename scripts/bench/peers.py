@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import bundled_head, check_outputs, is_gguf, write_text
-from base.parsing import one_line_errors, option, parse
-from options import DEMO, GenerateConfig, pick_device
+from files.io import bundled_head, check_outputs, is_gguf, write_text
+from run.options import DEMO, GenerateConfig, pick_device
+from run.parsing import one_line_errors, option, parse
 
 # of llama.cpp: weights, and drafts by lookup, of two tokens, the package's advice for CPUs
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")
@@ -142,9 +142,11 @@ import torch
 from tqdm import tqdm
 
 from decode import Engine
-from generate import encode, load
 from kv_cache import KVCache, causal_window
 from model import DTYPES
+from run.generate import encode, load
+from run.session import common_prefix
+from run.stats import peak_memory_bytes
 from runtime import compiled
 from scripts import export_head
 from scripts.bench.llama_peer import (
@@ -167,8 +169,6 @@ from scripts.bench.measure import (
     with_config,
 )
 from scripts.bench.papers import Setting, method_config, read_tasks
-from session import common_prefix
-from stats import peak_memory_bytes
 
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf")}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a verifying pass

@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import write_text
-from base.parsing import one_line_errors, option, parse, require
+from files.io import write_text
+from run.parsing import one_line_errors, option, parse, require
 
 TEXTS = ("model", "format", "engine", "machine", "date", "commit")
 OURS = "gpt-eagle"  # engines of this project begin with it

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import check_outputs, write_text
-from base.parsing import one_line_errors, option, parse, require
-from options import DEFAULT
+from files.io import check_outputs, write_text
+from run.options import DEFAULT
+from run.parsing import one_line_errors, option, parse, require
 
 ABOUT = "Record and draw a race of two answers."
 TITLES = ("without drafts", "with drafts (the default)")
@@ -92,9 +92,9 @@ def record(config: RaceConfig) -> dict[str, Any]:
 
     Raises: ValueError where the texts differ.
     """
-    from extras.presets import PresetPolicy
-    from generate import load
-    from load import without_draft
+    from drafts.presets import PresetPolicy
+    from run.generate import load
+    from run.load import without_draft
     from scripts.bench.measure import environment
 
     engine = load(checkpoint=config.checkpoint, max_new_tokens=config.max_new_tokens)
@@ -125,7 +125,7 @@ def record(config: RaceConfig) -> dict[str, Any]:
 
 def answered(engine: Any, prompt: str) -> Side:
     """Decode a prompt. Returns: the pieces by their arrival."""
-    from generate import stream
+    from run.generate import stream
 
     began = time.monotonic()
     pieces = []

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decode import Engine
+from run.session import Session
 from runtime import WARM_UPS, tensors_of
-from session import Session
 
 
 def warm_session(engine: Engine, ids: list[int]) -> tuple[Session, int]:

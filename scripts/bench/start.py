@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.parsing import one_line_errors, option, parse
-from options import DEFAULT, ROOT
+from run.options import DEFAULT, ROOT
+from run.parsing import one_line_errors, option, parse
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class StartConfig:
 # --help and mistakes are answered before the imports below, which take seconds
 COMMAND = parse(StartConfig, "start.py", __doc__) if __name__ == "__main__" else None
 
+from run.session import common_prefix
 from scripts.bench.measure import Series, environment
-from session import common_prefix
 
 PROMPT = "Write a long story about a lighthouse keeper."
 LENGTHS = (50, 500)  # tokens, at which the answer is cut

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from base.io import read_jsonl
-from options import ROOT
+from files.io import read_jsonl
+from run.options import ROOT
 
 EVAL = ROOT / "data" / "eval"
 # SPEED-Bench's rows of other data sets begin with this until its script has fetched them

@@ -37,7 +37,7 @@ ROOT = FOLDER.parents[1]
 sys.path[:] = [str(ROOT), *(x for x in sys.path if Path(x).resolve() != FOLDER)]
 
 # nothing else of ours: gpt-fast's modules are named model, quantize and generate, too
-from base.parsing import one_line_errors, option, parse
+from run.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 
@@ -217,7 +217,7 @@ def run_gptfast(runtime: str, config: BesideConfig) -> dict[str, Any]:
     tokenizer.get_tokenizer = None
     sys.modules["tokenizer"] = tokenizer
     made = gptfast_model(runtime.partition("-")[2], config)
-    import generate
+    from run import generate
 
     compiled = torch.compile(generate.decode_one_token, mode="reduce-overhead", fullgraph=True)
     generate.decode_one_token = compiled

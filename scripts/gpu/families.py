@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import ops.cuda.backend  # registers the operators of trees
-import ops.epilogues
-import ops.experts
-import ops.tree
-from ops import torch_backend
-from ops.backends import TORCH, choose
+import backends.epilogues
+import backends.experts
+import backends.tree
+import backends.triton.backend  # registers the operators of trees
+import reference as torch_backend
+from backends.backends import TORCH, choose
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu.kernels import TOLERANCE, relative_error
 
@@ -44,14 +44,14 @@ def experts(device: str) -> float:
     for form in kernel_bench.FORMATS:
         stack = kernel_bench.make_stack(form, *SMALL, GROUP)
         want = x.new_empty(len(x), SMALL[0], dtype=torch.float32)
-        for e, rows in ops.experts.rows_by_expert(expert):
+        for e, rows in backends.experts.rows_by_expert(expert):
             want[rows] = stack.reference(x[rows].float(), e)
         errors.append(relative_error(stack.product(x, routing), want))
     return max(errors)
 
 
 def fused(device: str) -> float:
-    """Products with the work behind them (ops/epilogues.py)."""
+    """Products with the work behind them (backends/epilogues.py)."""
     options = {"device": device, "dtype": torch.bfloat16}
     weight = torch.randn(384, 384, **options) / 20
     x = torch.randn(1, 7, 384, **options)
@@ -61,16 +61,16 @@ def fused(device: str) -> float:
     rope = torch_backend.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
     total, *unscaled = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
-    norm = ops.epilogues.UnnormalizedRows(*unscaled)
+    norm = backends.epilogues.UnnormalizedRows(*unscaled)
     backend = choose(x.device)
-    got = [total, backend.swiglu(ops.epilogues.LazyMatmul(*norm, weight, None))]
-    product = ops.epilogues.LazyMatmul(*norm, weight, None)
+    got = [total, backend.swiglu(backends.epilogues.LazyMatmul(*norm, weight, None))]
+    product = backends.epilogues.LazyMatmul(*norm, weight, None)
     got.append(backend.rotary_cache(product, rope, *ours, slots))
     wide = weight.float()
-    want = [ops.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
+    want = [backends.epilogues.add_norm_reference(stream, x.float() @ wide.T, scale, 1e-5)[0]]
     y = norm.values.float() @ wide.T
-    want.append(ops.epilogues.swiglu_reference(y, norm))
-    want.append(ops.epilogues.rotary_cache_reference(y, norm, rope, *theirs, slots))
+    want.append(backends.epilogues.swiglu_reference(y, norm))
+    want.append(backends.epilogues.rotary_cache_reference(y, norm, rope, *theirs, slots))
     return largest((*got, *ours), (*want, *theirs))
 
 
@@ -120,12 +120,12 @@ def topk(device: str) -> float:
     logits = torch.randn(1, 4, 3000, device=device)
     values = -torch.rand(1, 4, device=device)
     seen = torch.ones(1, 4, 9, device=device) > 0
-    level = ops.tree.Level(k=5, count=6, first_slot=3)
+    level = backends.tree.Level(k=5, count=6, first_slot=3)
     operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.first_slot)
     got = torch.ops.gpt_eagle.grow_level(*operands)
     best = logits.topk(level.k)
     scores = best.values - logits.logsumexp(-1, keepdim=True)
-    children = ops.tree.Children(best.indices, scores.clamp(max=0))
+    children = backends.tree.Children(best.indices, scores.clamp(max=0))
     want = torch_backend.expand(children, values, seen, level)
     return max(error, largest(got, want))
 

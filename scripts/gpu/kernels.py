@@ -10,7 +10,7 @@ call in a captured graph: median and spread over replays, and the share of the c
 per second that the GPU reads (scripts/bench/measure.py). The graph goes through at least 200 MB of
 different data, so that no cache holds them, and with attention through the caches of 32 layers.
 Beside it stands torch's time where torch has the same, and beside int4 that of the kernel in CUDA
-C++ (ops/cuda/int4.py), checked in the same way.
+C++ (backends/triton/int4.py), checked in the same way.
 One JSON line is appended after every row; the table is printed at the end. A row that fails is
 recorded with its error, and the rest goes on unless the device is lost; the exit status is then 1,
 as for a wrong row.
@@ -32,7 +32,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.parsing import one_line_errors, option, parse
+from run.parsing import one_line_errors, option, parse
 
 FORMATS = ("bf16", "int8", "int4")
 # types of a file, in their own bits
@@ -61,17 +61,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import ops.attention
-import ops.cuda.backend
-import ops.cuda.layout
-import ops.experts
-import ops.weight
-from kv_cache import KVCache
-from model import ModelConfig
-from ops import torch_backend
-from ops.backends import choose
-from ops.cuda import int4
-from ops.cuda.layout import (
+import backends.attention
+import backends.experts
+import backends.triton.backend
+import backends.triton.layout
+import backends.weight
+import reference as torch_backend
+from backends.backends import choose
+from backends.linear import halves_product
+from backends.triton import int4
+from backends.triton.layout import (
     BLOCK_FORMS,
     INTEGER_BYTES,
     Form,
@@ -79,7 +78,8 @@ from ops.cuda.layout import (
     halves_of,
     inputs_of_block,
 )
-from ops.linear import halves_product
+from kv_cache import KVCache
+from model import ModelConfig
 from scripts.bench.measure import read_bandwidth
 
 LAYERS = {
@@ -90,9 +90,9 @@ LAYERS = {
     "head": (32000, 4096),
 }
 PRODUCTS = {
-    "int4": (ops.weight.w4a16, ops.weight.w4a16_reference),
-    "int8": (ops.weight.w8a16, ops.weight.w8a16_reference),
-    **dict.fromkeys(GGUF, (ops.weight.blocks_a16, ops.weight.blocks_a16_reference)),
+    "int4": (backends.weight.w4a16, backends.weight.w4a16_reference),
+    "int8": (backends.weight.w8a16, backends.weight.w8a16_reference),
+    **dict.fromkeys(GGUF, (backends.weight.blocks_a16, backends.weight.blocks_a16_reference)),
 }
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 CAPACITY = 4096 + 256
@@ -129,9 +129,9 @@ def random_packed(form: str, N: int, K: int, group: int) -> tuple[Tensor, Tensor
         return random_blocks(BLOCK_FORMS[form.upper()], N, K)
     scale = torch.rand(N, K // group, device="cuda") * 0.01
     bits = 4 if form == "int4" else 8
-    packed = words(-(-K * bits // 1024), N, ops.cuda.layout.COLUMNS, dtype=torch.int16)
+    packed = words(-(-K * bits // 1024), N, backends.triton.layout.COLUMNS, dtype=torch.int16)
     if form == "int4":
-        return packed, ops.cuda.layout.pack_scales(scale.bfloat16(), group)
+        return packed, backends.triton.layout.pack_scales(scale.bfloat16(), group)
     return packed, scale[:, 0].contiguous()
 
 
@@ -161,8 +161,8 @@ def make_layer(form: str, N: int, K: int, group: int) -> Layer:
     product, reference = PRODUCTS[form]
     peers = {}
     if form == "int4" and packed.is_cuda and int4.runs_on(packed.device.index):
-        codes = ops.cuda.layout.unpack_int4_planes(packed, N, K)
-        units = int4.pack_fragments(codes, ops.cuda.layout.unpack_scales(scale, K))
+        codes = backends.triton.layout.unpack_int4_planes(packed, N, K)
+        units = int4.pack_fragments(codes, backends.triton.layout.unpack_scales(scale, K))
         peers["cuda"] = lambda x: int4.multiply(x, units)
     return Layer(
         lambda x: product(x, packed, scale),
@@ -299,17 +299,17 @@ def attention_contest(name: str, length: int, T: int) -> Contest:
     mask = tree_mask(T)
     visible = F.pad(mask, (length, 0), value=True)  # [1, T, used]
     caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(CACHE_LAYERS)]
-    paths = ops.cuda.backend.path_table(mask)
+    paths = backends.triton.backend.path_table(mask)
 
     def first(k: Tensor, v: Tensor) -> Tensor:
-        made = ops.cuda.backend.path_table(mask)
-        return ops.attention.attention(q, k, v, start, mask, paths=made)
+        made = backends.triton.backend.path_table(mask)
+        return backends.attention.attention(q, k, v, start, mask, paths=made)
 
     def other(k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention.attention(q, k, v, start, mask, paths=paths)
+        return backends.attention.attention(q, k, v, start, mask, paths=paths)
 
     def cut(k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention._attend(q, k[:, :, :used], v[:, :, :used], visible, 0.0)
+        return backends.attention._attend(q, k[:, :, :used], v[:, :, :used], visible, 0.0)
 
     methods = {
         "ours": [partial(first, *caches[0]), *(partial(other, *cache) for cache in caches[1:])],
@@ -321,7 +321,7 @@ def attention_contest(name: str, length: int, T: int) -> Contest:
         want = torch_backend.attention(q.float(), k, v, start, mask)
         k[:, :, used:] = float("nan")
         v[:, :, used:] = float("nan")
-        return relative_error(ops.attention.attention(q, k, v, start, mask), want)
+        return relative_error(backends.attention.attention(q, k, v, start, mask), want)
 
     return Contest(read_bytes, methods, error)
 
@@ -340,7 +340,7 @@ def compact_contest(kv_heads: int) -> Contest:
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
         buffer.normal_()
-    ours = ops.cuda.backend.compact
+    ours = backends.triton.backend.compact
     loop = torch.compile(torch_backend.compact, fullgraph=True, dynamic=False)
     methods = {
         "ours": [lambda s=s: ours(buffers, cache.addresses, s, path) for s in starts],
@@ -363,12 +363,12 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     copies = copies_of(read_bytes, rotate_bytes)
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
-        "ours": [lambda s=s: ops.cuda.backend.topk(s, 10) for s in scores],
+        "ours": [lambda s=s: backends.triton.backend.topk(s, 10) for s in scores],
         "torch": [lambda s=s: torch_backend.topk(s, 10) for s in scores],
     }
 
     def error() -> float:
-        values, index, total = ops.cuda.backend.topk(scores[0], 10)
+        values, index, total = backends.triton.backend.topk(scores[0], 10)
         # indices of ties may differ
         best, _, logsumexp = torch_backend.topk(scores[0], 10)
         return max(
@@ -393,7 +393,7 @@ def make_stack(form: str, N: int, K: int, group: int) -> Stack:
     if form == "bf16":
         w = torch.randn(EXPERTS, N, K, dtype=torch.bfloat16, device="cuda")
         return Stack(
-            lambda x, routing: ops.experts.experts_linear(x, w, routing),
+            lambda x, routing: backends.experts.experts_linear(x, w, routing),
             lambda x, e: x @ w[e].float().T,
             w[0].nbytes,
         )
@@ -427,7 +427,7 @@ def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes
 
     def error() -> float:
         want = x.new_empty(len(x), N, dtype=torch.float32)
-        for e, rows in ops.experts.rows_by_expert(expert):
+        for e, rows in backends.experts.rows_by_expert(expert):
             want[rows] = first.reference(x[rows].float(), e)
         return relative_error(first.product(x, route(expert, EXPERTS)), want)
 

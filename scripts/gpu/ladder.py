@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.parsing import one_line_errors, option, parse
-from ops import switches
-from ops.switches import FAMILIES
-from options import DEMO, GenerateConfig, pick_device
+from backends import switches
+from backends.switches import FAMILIES
+from run.options import DEMO, GenerateConfig, pick_device
+from run.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 
@@ -127,10 +127,10 @@ COMMAND = parse(LadderConfig, "ladder.py", __doc__) if __name__ == "__main__" el
 
 import torch
 
+from backends.library import PLAIN, set_plain
 from decode import Engine, build_cycles
-from generate import Batch, first_ids, load
-from load import warm_up, with_draft
-from ops.library import PLAIN, set_plain
+from run.generate import Batch, first_ids, load
+from run.load import warm_up, with_draft
 
 Tokens = list[list[int]]  # new ones, of each prompt
 

@@ -30,8 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.parsing import one_line_errors, option, parse
-from options import pick_device
+from run.options import pick_device
+from run.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 from scripts.gpu.attempts import Attempts
 
@@ -54,7 +54,7 @@ COMMAND = parse(ProbeConfig, "probe.py", __doc__) if __name__ == "__main__" else
 import torch
 from torch import Tensor
 
-from ops.library import has_triton
+from backends.library import has_triton
 from runtime import WARM_UPS, Replay, copy_into, device_time
 from scripts.bench import measure
 from scripts.gpu.families import CHECKS, check_family

@@ -2,12 +2,12 @@
 
     python3 scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
 
-Each matmul of a layer, with the work behind it in the same launch (ops/cuda/epilogues.py): the
-splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile whose
-result has other bits than the estimated one's is refused. Each plan takes about half a second to
-compile, and is timed alone: medians in captured graphs over 200 MB of different weights, as in
+Each matmul of a layer, with the work behind it in the same launch (backends/triton/epilogues.py):
+the splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
+whose result has other bits than the estimated one's is refused. Each plan takes about half a second
+to compile, and is timed alone: medians in captured graphs over 200 MB of different weights, as in
 kernels.py. The table is written to --out behind every matmul, under the name that plans.py reads.
-Copied to ops/cuda/measured/ it holds for all later runs on such a GPU.
+Copied to backends/triton/measured/ it holds for all later runs on such a GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import write_text
-from base.parsing import fail, one_line_errors, option, parse
-from ops.cuda.plans import (
+from backends.triton.plans import (
     FOLDER,
     HEIGHTS,
     MAX_SPLITS,
@@ -35,6 +33,8 @@ from ops.cuda.plans import (
     key_of,
     to_json,
 )
+from files.io import write_text
+from run.parsing import fail, one_line_errors, option, parse
 
 
 @dataclass
@@ -49,14 +49,14 @@ import torch
 from torch import Tensor
 
 try:
-    from ops.cuda.attention import COUNTERS
+    from backends.triton.attention import COUNTERS
 except ModuleNotFoundError:
     fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
-from ops.cuda.epilogues import Gpu, add_product, rotary_product
-from ops.cuda.launch import Device, device_of
-from ops.cuda.layout import COLUMNS
-from ops.cuda.qmatmul import ProductPlan, plan_product, run_product
-from ops.epilogues import PART, LazyMatmul
+from backends.epilogues import PART, LazyMatmul
+from backends.triton.epilogues import Gpu, add_product, rotary_product
+from backends.triton.launch import Device, device_of
+from backends.triton.layout import COLUMNS
+from backends.triton.qmatmul import ProductPlan, plan_product, run_product
 from runtime import tensors_of
 from scripts.gpu.kernels import LAYERS, copies_of, failure, graph_times_s, random_packed
 

@@ -27,9 +27,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.io import log_note, write_text
-from base.parsing import one_line_errors, option, parse
-from options import DEFAULT, ROOT, pick_device
+from files.io import log_note, write_text
+from run.options import DEFAULT, ROOT, pick_device
+from run.parsing import one_line_errors, option, parse
 from scripts.train.train_options import QUESTIONS
 
 ENDING_S = 8.0  # of the last files

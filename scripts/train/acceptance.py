@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from eagle_draft import EagleHead
-from hf.heads import draft_lm_head
+from files.heads import draft_lm_head
 from kv_cache import KVCache, Window
 from model import Transformer
 

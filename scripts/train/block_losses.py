@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters import DraftVocab
-from extras.block_draft import UNSELECTED, BlockHead
+from drafts.block_draft import UNSELECTED, BlockHead
 from model import Transformer
 from models.block_head import Convolve
 from scripts.train.acceptance import DraftedChains

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base.io import read_json, write_text
+from files.io import read_json, write_text
 from model import DTYPES, Transformer
 from scripts.train.losses import default_aux_layers
 

@@ -40,19 +40,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from base.io import is_gguf, read_jsonl
 from decode import PREFILL_CHUNK, Engine, build_cycles, prefill_chunk
-from generate import load, text_of
-from hf.chat import PROBE
-from hf.checkpoint import saved_quantization
-from hf.config import read_raw
-from options import DEFAULT, ROOT, GenerateConfig
+from files.chat import PROBE
+from files.checkpoint import saved_quantization
+from files.config import read_raw
+from files.io import is_gguf, read_jsonl
+from run.generate import load, text_of
+from run.options import DEFAULT, ROOT, GenerateConfig
+from run.session import Buffers, run_step
 from runtime import copy_into
 from sampling import SamplingMode
 from scripts.bench.measure import repeated
 from scripts.train import task_prompts
 from scripts.train.workers import Workers
-from session import Buffers, run_step
 
 GIVEN = "given"
 CODE = "code"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from eagle_draft import Eagle3Head, EagleHead
-from hf.heads import Eagle3, EagleConfig
+from files.heads import Eagle3, EagleConfig
 from linear import Linear
 from model import ModelConfig, Transformer
 from steps import Attend, Rows, run_steps

@@ -28,15 +28,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from base.io import is_gguf
 from decode import Engine, build_cycles
-from hf.config import read_config
+from files.config import read_config
+from files.io import is_gguf
 from model import Transformer
+from run.stats import peak_memory_bytes
 from scripts.bench.measure import pass_bytes, read_bandwidth, run_rows
 from scripts.train import train_eagle
 from scripts.train.feature_cache import best_tokens
 from scripts.train.generate_answers import AnswerConfig, open_run
-from stats import peak_memory_bytes
 
 STAGES = ("answers", "features", "training", "evaluation")
 EPOCHS = 3  # as the bundled head (benchmarks/TRAINING.md)

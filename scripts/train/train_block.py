@@ -6,7 +6,7 @@
     python scripts/train/train_block.py --selector_rank 64 --out HEAD ...   # DFlash2's
 
 Data, features, optimizers, evaluation and `--resume` are those of train_eagle.py; the loss is in
-block_losses.py. The files are in the official layouts (hf/block_heads.py).
+block_losses.py. The files are in the official layouts (files/block_heads.py).
 Differences from the official code: `fc` is trained over inputs of equal scale, the last norm starts
 as the target's, and a level's loss is a mean over the blocks that reach it.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.parsing import option, parse, require
+from run.parsing import option, parse, require
 from scripts.train.train_options import TrainOptions
 
 
@@ -72,12 +72,12 @@ COMMAND = parse(BlockTrainConfig, "train_block.py", __doc__) if __name__ == "__m
 import torch
 from torch import Tensor
 
-from extras.block_draft import BlockHead
-from hf.block_heads import BlockConfig, block_names, in_files
-from hf.weights import export_weights
+from backends.backends import TORCH, use_backend
+from drafts.block_draft import BlockHead
+from files.block_heads import BlockConfig, block_names, in_files
+from files.weights import export_weights
 from model import DTYPES, ModelConfig, Transformer
 from models.block_head import BlockModel
-from ops.backends import TORCH, use_backend
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
 from scripts.train.losses import ScaledLinear, plain_copy, scale_of

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from base.head_kinds import head_kind
-from base.io import check_directory, read_jsonl, replace_file
-from base.parsing import one_line_errors, option, parse, require
-from options import GenerateConfig, pick_device
+from files.head_kinds import head_kind
+from files.io import check_directory, read_jsonl, replace_file
+from run.options import GenerateConfig, pick_device
+from run.parsing import one_line_errors, option, parse, require
 from scripts.train.train_options import TrainOptions, resume_file
 
 
@@ -106,23 +106,23 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from backends.backends import TORCH, use_backend
+from backends.library import lib
 from decode import Engine, build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
-from hf.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from hf.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
-from hf.tokenizer import Tokenizer
-from hf.weights import export_weights, load_model
+from files.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
+from files.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
+from files.tokenizer import Tokenizer
+from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
-from ops.backends import TORCH, use_backend
-from ops.library import lib
-from scheduler import Request, Scheduler
+from run.scheduler import Request, Scheduler
+from run.session import common_prefix
 from scripts.train import losses as head_training
 from scripts.train import training
 from scripts.train.acceptance import ALPHAS, DraftedChains, chains, evaluate, fit_sharpness
 from scripts.train.feature_cache import Features
 from scripts.train.workers import Workers
-from session import common_prefix
 
 SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt

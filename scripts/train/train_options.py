@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from base.io import check_output
-from base.parsing import option, processors, require
-from options import DEMO, ROOT
+from files.io import check_output
+from run.options import DEMO, ROOT
+from run.parsing import option, processors, require
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from base.io import replace_file, write_text
+from files.io import replace_file, write_text
 from model import ModelConfig
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draft_tree import DecodedTokens, StaticTree
 from drafters import DrafterUpdate, DraftInputs, TreeDrafter
-from extras.block_draft import BlockDrafter, SparkDrafter, kind_of, load_head
+from drafts.block_draft import BlockDrafter, SparkDrafter, kind_of, load_head
 from helpers import GOLDEN, golden_target
 
 TARGET = "models/target_llama31_gqa8"  # 8 layers, width 64, vocabulary 128

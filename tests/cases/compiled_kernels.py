@@ -20,23 +20,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-import ops.cuda.attention
-import ops.cuda.compact
-import ops.cuda.epilogues
-import ops.cuda.experts
-import ops.cuda.ngram
-import ops.cuda.noise
-import ops.cuda.norm
-import ops.cuda.prompt_attention
-import ops.cuda.qmatmul
-import ops.cuda.rotary
-import ops.cuda.topk
-import ops.cuda.tree
-from ops.cuda.experts import plan_experts
-from ops.cuda.launch import SPLIT_TOKENS, TARGETS
-from ops.cuda.layout import BLOCK_FORMS, Form
-from ops.cuda.prompt_attention import plan_prompt
-from ops.cuda.qmatmul import ProductPlan, plan_product
+import backends.triton.attention
+import backends.triton.compact
+import backends.triton.epilogues
+import backends.triton.experts
+import backends.triton.ngram
+import backends.triton.noise
+import backends.triton.norm
+import backends.triton.prompt_attention
+import backends.triton.qmatmul
+import backends.triton.rotary
+import backends.triton.topk
+import backends.triton.tree
+from backends.triton.experts import plan_experts
+from backends.triton.launch import SPLIT_TOKENS, TARGETS
+from backends.triton.layout import BLOCK_FORMS, Form
+from backends.triton.prompt_attention import plan_prompt
+from backends.triton.qmatmul import ProductPlan, plan_product
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8", *BLOCK_FORMS)  # float: as x
@@ -167,15 +167,15 @@ def _epilogue(case: Case) -> tuple[triton.JITFunction, dict[str, object]]:
     """Return the kernel of a product with its epilogue, and its constants."""
     parts = {"PARTS": triton.next_power_of_2(case.K // 64)}
     if case.experts:
-        return ops.cuda.experts.experts_kernel, {"EXPERTS": case.experts}
+        return backends.triton.experts.experts_kernel, {"EXPERTS": case.experts}
     if case.epilogue == "add":
-        return ops.cuda.epilogues.add_product_kernel, {}
+        return backends.triton.epilogues.add_product_kernel, {}
     if case.epilogue == "rotary":  # of heads of 128, normed: the most work
-        heads = ops.cuda.rotary.constants_of(case.N // 128 - 16, 8, 128)
-        return ops.cuda.epilogues.rotary_product_kernel, parts | heads
+        heads = backends.triton.rotary.constants_of(case.N // 128 - 16, 8, 128)
+        return backends.triton.epilogues.rotary_product_kernel, parts | heads
     gated = case.epilogue == "swiglu"
     absent = parts if gated else {"squares_ptr": None, "PARTS": 0}
-    return ops.cuda.qmatmul.matmul_kernel, {"GATED": gated} | absent
+    return backends.triton.qmatmul.matmul_kernel, {"GATED": gated} | absent
 
 
 def _attention(case: CycleCase) -> Source:
@@ -188,90 +188,94 @@ def _attention(case: CycleCase) -> Source:
     if case.T > SPLIT_TOKENS:
         plan = plan_prompt(case.E, DTYPES[case.dtype], TARGETS[case.target])
         tile = {"ROWS": plan.rows, "KEYS": plan.keys, "STAGES": plan.stages}
-        constants |= ops.cuda.prompt_attention.constants_of(case.E) | tile
-        return source(ops.cuda.prompt_attention.prompt_kernel, case.dtype, constants, plan.warps)
+        constants |= backends.triton.prompt_attention.constants_of(case.E) | tile
+        return source(
+            backends.triton.prompt_attention.prompt_kernel, case.dtype, constants, plan.warps
+        )
     if case.T == 1:
         constants["paths_ptr"] = None
-    plan = ops.cuda.attention.plan_attention(case.E, DTYPES[case.dtype])
-    others, options = ops.cuda.attention.launch_of(plan, case.E)
-    found = source(ops.cuda.attention.attention_kernel, case.dtype, constants | others)
+    plan = backends.triton.attention.plan_attention(case.E, DTYPES[case.dtype])
+    others, options = backends.triton.attention.launch_of(plan, case.E)
+    found = source(backends.triton.attention.attention_kernel, case.dtype, constants | others)
     return found._replace(options=options)
 
 
 def _paths(case: CycleCase) -> Source:
     constants = {"start_ptr": None, "first_ptr": None, "WINDOW": SPLIT_TOKENS}
-    return source(ops.cuda.attention.paths_kernel, case.dtype, constants, 1)
+    return source(backends.triton.attention.paths_kernel, case.dtype, constants, 1)
 
 
 def _add_norm(case: CycleCase) -> Source:
     width = case.heads * case.E
-    kernel = ops.cuda.norm.add_norm_kernel
+    kernel = backends.triton.norm.add_norm_kernel
     if case.kernel == "add_unscaled":
-        kernel = ops.cuda.epilogues.add_unscaled_kernel
+        kernel = backends.triton.epilogues.add_unscaled_kernel
     constants = {"WIDTH": triton.next_power_of_2(width)}
-    return source(kernel, case.dtype, constants, ops.cuda.norm.warps_of(width), ("F",))
+    return source(kernel, case.dtype, constants, backends.triton.norm.warps_of(width), ("F",))
 
 
 def _rotary(case: CycleCase) -> Source:
-    constants = ops.cuda.rotary.constants_of(case.heads, case.kv_heads, case.E)
-    constants |= {"HEADS": ops.cuda.rotary.HEADS}
+    constants = backends.triton.rotary.constants_of(case.heads, case.kv_heads, case.E)
+    constants |= {"HEADS": backends.triton.rotary.HEADS}
     if case.kernel == "rotary":
         constants |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"))
-    return source(ops.cuda.rotary.rotary_cache_kernel, case.dtype, constants)
+    return source(backends.triton.rotary.rotary_cache_kernel, case.dtype, constants)
 
 
 def _compact(case: CycleCase) -> Source:
-    plan = ops.cuda.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
+    plan = backends.triton.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
     constants = {"WORDS": plan.words, "WIDTH": plan.width, "STEPS": plan.steps}
-    return source(ops.cuda.compact.compact_kernel, case.dtype, constants, plan.warps)
+    return source(backends.triton.compact.compact_kernel, case.dtype, constants, plan.warps)
 
 
 def _best_nodes(case: CycleCase) -> Source:  # of a pool of case.V candidates
     constants = {"POOL": triton.next_power_of_2(case.V)}
-    return source(ops.cuda.tree.best_nodes_kernel, case.dtype, constants)
+    return source(backends.triton.tree.best_nodes_kernel, case.dtype, constants)
 
 
 def _link_nodes(case: CycleCase) -> Source:  # of case.T nodes
-    constants = ops.cuda.tree.tiles_of_tree(case.V, case.T, 6)
-    return source(ops.cuda.tree.link_nodes_kernel, case.dtype, constants, 8)
+    constants = backends.triton.tree.tiles_of_tree(case.V, case.T, 6)
+    return source(backends.triton.tree.link_nodes_kernel, case.dtype, constants, 8)
 
 
 def _match(case: CycleCase) -> Source:
-    constants = ops.cuda.ngram.constants_of(10, 4, 1, 6)
+    constants = backends.triton.ngram.constants_of(10, 4, 1, 6)
     types = dict.fromkeys(("text_ptr", "pos_ptr", "kept_ptr", "chains_ptr", "lengths_ptr"), "*i64")
-    kernel = ops.cuda.ngram.match_kernel
+    kernel = backends.triton.ngram.match_kernel
     return source(
-        kernel, case.dtype, constants, ops.cuda.ngram.WARPS, **types | {"keys_ptr": "*i32"}
+        kernel, case.dtype, constants, backends.triton.ngram.WARPS, **types | {"keys_ptr": "*i32"}
     )
 
 
 def _lists(case: CycleCase) -> Source:
-    constants = {"EXPERTS": case.experts, "BLOCK": ops.cuda.experts.LISTED}
-    return source(ops.cuda.experts.lists_kernel, case.dtype, constants)
+    constants = {"EXPERTS": case.experts, "BLOCK": backends.triton.experts.LISTED}
+    return source(backends.triton.experts.lists_kernel, case.dtype, constants)
 
 
 def _block(case: CycleCase) -> Source:
-    return source(ops.cuda.topk.block_kernel, case.dtype, {"BLOCK": ops.cuda.topk.BLOCK})
+    return source(
+        backends.triton.topk.block_kernel, case.dtype, {"BLOCK": backends.triton.topk.BLOCK}
+    )
 
 
 def _row(case: CycleCase) -> Source:
-    blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
+    blocks = triton.cdiv(case.V, backends.triton.topk.BLOCK)
     constants = {"BLOCKS": triton.next_power_of_2(blocks)}
-    return source(ops.cuda.topk.row_kernel, case.dtype, constants, 1)
+    return source(backends.triton.topk.row_kernel, case.dtype, constants, 1)
 
 
 def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
-    blocks = triton.cdiv(case.V, ops.cuda.topk.BLOCK)
+    blocks = triton.cdiv(case.V, backends.triton.topk.BLOCK)
     constants = {"ids_ptr": None, "places_ptr": None}
-    constants |= ops.cuda.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
-    return source(ops.cuda.topk.level_kernel, case.dtype, constants, above_ptr="*fp32")
+    constants |= backends.triton.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
+    return source(backends.triton.topk.level_kernel, case.dtype, constants, above_ptr="*fp32")
 
 
 def _noise(case: CycleCase) -> Source:
     words = dict.fromkeys(("seed_ptr", "prompt_ptr", "sample_ptr", "first_ptr"), "*i64")
-    constants = {"DOMAIN": 0, "WORDS": ops.cuda.noise.WORDS}
+    constants = {"DOMAIN": 0, "WORDS": backends.triton.noise.WORDS}
     types = words | {"greedy_ptr": "*i1", "noise_ptr": "*fp32"}
-    return source(ops.cuda.noise.gumbel_kernel, case.dtype, constants, **types)
+    return source(backends.triton.noise.gumbel_kernel, case.dtype, constants, **types)
 
 
 CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {

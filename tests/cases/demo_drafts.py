@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import sampling
-from generate import load
 from helpers import InTurn
 from kv_cache import KVCache, causal_window
-from options import DEMO, Sampling
+from run.generate import load
+from run.options import DEMO, Sampling
 
 DRAFTS = {
     "none": {"draft": "none"},

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from extras.block_draft import BlockHead
-from extras.hydra_draft import HydraHeads
-from extras.medusa_draft import MedusaHeads
+from drafts.block_draft import BlockHead
+from drafts.hydra_draft import HydraHeads
+from drafts.medusa_draft import MedusaHeads
+from files.block_heads import BlockConfig
+from files.checkpoint import WeightFiles
+from files.token_heads import TokenHeads, hydra_names, medusa_names
+from files.weights import export_weights
 from helpers import GOLDEN, golden_target
-from hf.block_heads import BlockConfig
-from hf.checkpoint import WeightFiles
-from hf.token_heads import TokenHeads, hydra_names, medusa_names
-from hf.weights import export_weights
 from linear import Linear
 from model import ModelConfig, Transformer
 from scripts.train import losses, train_eagle

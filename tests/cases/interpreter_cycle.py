@@ -9,33 +9,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import backends.attention
+import backends.triton.attention
+import backends.triton.compact
+import backends.triton.ngram
+import backends.triton.noise
+import backends.triton.rotary
+import backends.triton.topk
+import backends.triton.tree
 import interpreted  # noqa: F401
-import ops.attention
-import ops.cuda.attention
-import ops.cuda.compact
-import ops.cuda.ngram
-import ops.cuda.noise
-import ops.cuda.rotary
-import ops.cuda.topk
-import ops.cuda.tree
+import reference as torch_backend
+from backends.tree import Children, Level, Scores
+from backends.triton.launch import SPLIT_TOKENS, Device
 from draft_tree import DecodedTokens
-from extras.block_draft import slide
-from extras.ngram_draft import Ngram, lookup
+from drafts.block_draft import slide
+from drafts.ngram_draft import Ngram, lookup
 from helpers import slow, with_head_norms
 from kv_cache import KVCache, sliding
 from model import ModelConfig
-from ops import torch_backend
-from ops.cuda.launch import SPLIT_TOKENS, Device
-from ops.torch_backend import rope_angles
-from ops.tree import (
-    Children,
-    Level,
-    Scores,
-)
+from reference import rope_angles
 from windows import KINDS, expected, random_step
 
 DEVICE = Device(132, 232448, 90)
-TILE = ops.cuda.attention.plan_attention(16, torch.float32).tile
+TILE = backends.triton.attention.plan_attention(16, torch.float32).tile
 HEADS = {
     "mha": (4, 4),
     "gqa": (6, 2),
@@ -60,7 +56,7 @@ def inputs(heads, starts, rows, window, E=32, spare=5):
 def attend(q, k, v, start, mask, first=None, scale=0.0, paths=None, sinks=None):
     done = torch.zeros(128, dtype=torch.int32)
     window = (start, mask, first, paths)
-    y = ops.cuda.attention.tree_attention(q, k, v, window, scale, DEVICE, done, sinks)
+    y = backends.triton.attention.tree_attention(q, k, v, window, scale, DEVICE, done, sinks)
     assert not done.any()  # as the next launch expects it
     return y
 
@@ -197,7 +193,7 @@ def test_path_table():
         mask = torch.rand(B, W, T).transpose(1, 2) < 0.4
         mask[:, :, 0] = True
         mask[:, -1] = True
-        got = ops.cuda.attention.path_table(mask)
+        got = backends.triton.attention.path_table(mask)
         want = torch.ops.gpt_eagle.path_table(mask)
         assert got.dtype == want.dtype and got.shape == want.shape
         behind = torch.arange(1 + W) > want[:, :, :1]
@@ -227,7 +223,7 @@ def test_sliding_windows(in_order, kind, starts, heads, E, size):
         torch.testing.assert_close(y, want, atol=2e-6, rtol=2e-6)
     if kind == "chunk":
         return  # many tokens are not decoded one by one
-    paths = ops.cuda.attention.path_table(step.window.mask)  # of layers without windows
+    paths = backends.triton.attention.path_table(step.window.mask)  # of layers without windows
     assert torch.equal(attend(step.q, step.k, step.v, *operands, 0.1, paths), y)
     for b, paths in enumerate(step.paths):
         for t in {0, len(paths) - 1}:
@@ -268,7 +264,7 @@ def test_rotary_cache(heads, E, normed):
     cache = torch.randn(2, B, kv_heads, S, E)
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     given = norms or (None, None, 0.0)
-    got = ops.cuda.rotary.rotary_cache(qkv, rope, *ours, slots, given)
+    got = backends.triton.rotary.rotary_cache(qkv, rope, *ours, slots, given)
     want = torch_backend.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=1e-6, rtol=1e-6)
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
@@ -284,7 +280,7 @@ def best(scores, k):
 
 
 def check_topk(scores, k):
-    got, want = ops.cuda.topk.topk_logsumexp(scores, k), best(scores, k)
+    got, want = backends.triton.topk.topk_logsumexp(scores, k), best(scores, k)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
 
@@ -295,7 +291,7 @@ def test_gumbel_noise(greedy, domain):
     """Of keys and draws at the edges of 32 bits; the last block is not full."""
     keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
     rest = (torch.tensor([0, 1, 2]), greedy, torch.tensor([0, 9, 2**30 - 3]), 3, 1501, domain)
-    got = ops.cuda.noise.gumbel(*keys, *rest)
+    got = backends.triton.noise.gumbel(*keys, *rest)
     want = torch_backend.gumbel(*keys, *rest)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
     assert greedy is None or not got[1].any()
@@ -312,7 +308,7 @@ def test_ties_go_to_the_lowest_index():
     check_topk(torch.randint(-2, 3, (2, 2500)).float(), 16)
     zeros = torch.zeros(1, 4100)
     zeros[:, ::2] = -0.0
-    assert ops.cuda.topk.topk_logsumexp(zeros, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
+    assert backends.triton.topk.topk_logsumexp(zeros, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_infinite_scores():
@@ -326,7 +322,7 @@ def test_infinite_scores():
 
 @pytest.mark.slow
 def test_scores_by_strides_and_the_largest_k():
-    check_topk(torch.randn(90, 2).T, ops.cuda.topk.MOST)
+    check_topk(torch.randn(90, 2).T, backends.triton.topk.MOST)
 
 
 # ---------------------------------------------------------------------------------- levels of trees
@@ -338,7 +334,9 @@ def check_level(logits, k, count, places=None, ids=None, sharpness=1.5):
     found = Scores(logits, sharpness, ids)
     seen = torch.rand(B, R, W) < 0.3
     # the values of the root are 0
-    tokens, scores, *none = ops.cuda.topk.grow_level(found, torch.zeros(B, R), seen, Level(k, 0))
+    tokens, scores, *none = backends.triton.topk.grow_level(
+        found, torch.zeros(B, R), seen, Level(k, 0)
+    )
     ranked, columns, total = best(sharpness * logits, k)
     assert not any(x.numel() for x in none)
     assert torch.equal(tokens, (columns if ids is None else ids[columns]).flatten(1))
@@ -348,7 +346,7 @@ def check_level(logits, k, count, places=None, ids=None, sharpness=1.5):
     values = -torch.rand(B, R).round(decimals=1)
     level = Level(k, count, first_slot=spare, fixed_children=places)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
-    got = ops.cuda.topk.grow_level(found, values, seen, level)
+    got = backends.triton.topk.grow_level(found, values, seen, level)
     assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
@@ -363,7 +361,7 @@ def test_levels(B, R, V, k):
 
 @pytest.mark.slow
 def test_levels_in_tiles(monkeypatch):
-    monkeypatch.setattr(ops.cuda.topk, "TILE", 32)
+    monkeypatch.setattr(backends.triton.topk, "TILE", 32)
     check_level(torch.randn(2, 5, 2100), 3, 9)
 
 
@@ -393,12 +391,12 @@ def test_best_nodes(B, P, count):
     ):
         values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
         assert torch.equal(
-            ops.cuda.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
+            backends.triton.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
         )
     values = torch.full((B, P), float("-inf"))
     values[:, P // 2] = 2.0
     assert torch.equal(
-        ops.cuda.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
+        backends.triton.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
     )
 
 
@@ -406,14 +404,14 @@ def test_best_nodes(B, P, count):
 @pytest.mark.parametrize("chain", [True, False])
 def test_related_nodes(monkeypatch, B, P, N, chain):
     """Nodes chosen with all their parents: chains and random trees, numbered in several pieces."""
-    monkeypatch.setattr(ops.cuda.tree, "MOST", 128)
+    monkeypatch.setattr(backends.triton.tree, "MOST", 128)
     chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(B)])
     above = torch.arange(N - 1).expand(B, -1)
     if not chain:
         above = (torch.rand(B, N - 1) * torch.arange(1, N)).long()
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
-    got = ops.cuda.tree.link_nodes(chosen, parents, N - 1)
+    got = backends.triton.tree.link_nodes(chosen, parents, N - 1)
     want = torch_backend.link_nodes(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
@@ -441,7 +439,7 @@ def check_compaction(cache, starts, paths):
     start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
     want = bits(buffers)
     torch_backend.compact(want, torch.empty(0), start, path)
-    ops.cuda.compact.compact(buffers, cache.addresses, start, path)
+    backends.triton.compact.compact(buffers, cache.addresses, start, path)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
 
 
@@ -481,7 +479,9 @@ def test_rows_that_stay_are_not_touched():
     memory = torch.randn(3, 2, 4, 16)  # the buffer lies in the middle
     before, buffer = memory.clone(), memory[1:2]
     path = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
-    ops.cuda.compact.compact([buffer], torch.tensor([buffer.data_ptr()]), torch.tensor([2]), path)
+    backends.triton.compact.compact(
+        [buffer], torch.tensor([buffer.data_ptr()]), torch.tensor([2]), path
+    )
     before[1, :, 2] = before[1, :, 3]
     assert torch.equal(memory, before)
 
@@ -497,7 +497,7 @@ def test_paths_by_strides():
 @pytest.mark.parametrize("vocab,C", [(1, 0), (2, 30), (40, 30), *slow([(5, 0), (10**6, 0)])])
 def test_lookup(monkeypatch, vocab, C):
     """Loops and texts without a match; roots at both ends; places in many tiles; separators, token 0, text behind roots."""
-    monkeypatch.setattr(ops.cuda.ngram, "BLOCK", 16)
+    monkeypatch.setattr(backends.triton.ngram, "BLOCK", 16)
     pos = torch.tensor([0, 16, 49])
     text = torch.randint(0, vocab, (len(pos), 50))
     kept = None
@@ -507,5 +507,5 @@ def test_lookup(monkeypatch, vocab, C):
     for ngram in (Ngram(kept=kept), Ngram(3, 2, 4, 2, kept)):
         want = lookup(DecodedTokens(text, pos), ngram)
         sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
-        got = ops.cuda.ngram.ngram_match(text, pos, kept and kept.tokens, *sizes)
+        got = backends.triton.ngram.ngram_match(text, pos, kept and kept.tokens, *sizes)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+import backends.experts
+import backends.triton.experts
 import interpreted  # noqa: F401
-import ops.cuda.experts
-import ops.experts
+from backends.backends import choose, use_backend
+from backends.library import lib
+from backends.triton.qmatmul import Device, ProductPlan
 from helpers import Mixture, planes_of_cuda, quantized_experts, rounded, slow
 from model import ModelConfig
-from ops.backends import choose, use_backend
-from ops.cuda.qmatmul import Device, ProductPlan
-from ops.library import lib
 
 FORMATS = [
     "float",
@@ -42,7 +42,7 @@ ROUTINGS = {  # how rows may be spread over eight experts
 
 
 def product(x, weight, scale, lists=None, epilogue="none"):
-    return ops.cuda.experts.experts_product(x, weight, scale, lists, DEVICE)
+    return backends.triton.experts.experts_product(x, weight, scale, lists, DEVICE)
 
 
 for name in ("w4a16", "w8a16", "blocks_a16"):
@@ -52,9 +52,9 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def run(x, weights, expert, tokens=16, splits=1):
     """The product, cut as it would be for 16-bit activations."""
-    lists = ops.cuda.experts.expert_lists(expert, len(weights.weight))
+    lists = backends.triton.experts.expert_lists(expert, len(weights.weight))
     cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return ops.cuda.experts.run_experts(x, weights.weight, weights.scale, lists, cut)
+    return backends.triton.experts.run_experts(x, weights.weight, weights.scale, lists, cut)
 
 
 def check(x, weights, expert, **options):
@@ -71,8 +71,8 @@ def check(x, weights, expert, **options):
 ])  # fmt: skip
 def test_lists(expert, experts):
     expert = torch.tensor(expert)
-    got = ops.cuda.experts.expert_lists(expert, experts)
-    want = ops.experts.expert_lists_reference(expert, experts)
+    got = backends.triton.experts.expert_lists(expert, experts)
+    want = backends.experts.expert_lists_reference(expert, experts)
     assert got.dtype == torch.int32 and torch.equal(got, want)
 
 
@@ -183,7 +183,7 @@ def test_a_layer(monkeypatch, format):
     want = plain(x)
 
     def route(expert, experts):
-        made.append(ops.cuda.experts.expert_lists(expert, experts))
+        made.append(backends.triton.experts.expert_lists(expert, experts))
         return made[-1]
 
     cuda = choose(torch.device("cuda"))

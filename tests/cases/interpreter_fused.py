@@ -7,17 +7,17 @@ heads of 64), Qwen3 (heads of 128, normed), widths that no block divides.
 import pytest
 import torch
 
+import backends.epilogues
+import backends.triton.epilogues
+import backends.triton.int4
+import backends.triton.layout
 import interpreted  # noqa: F401
-import ops.cuda.epilogues
-import ops.cuda.int4
-import ops.cuda.layout
-import ops.epilogues
+import reference as torch_backend
+from backends.epilogues import LazyMatmul, UnnormalizedRows
+from backends.triton.epilogues import Gpu
+from backends.triton.qmatmul import Device, ProductPlan
 from helpers import quantized, slow
-from ops import torch_backend
-from ops.cuda.epilogues import Gpu
-from ops.cuda.qmatmul import Device, ProductPlan
-from ops.epilogues import LazyMatmul, UnnormalizedRows
-from ops.torch_backend import rope_angles
+from reference import rope_angles
 from scripts.gpu import sweep
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -34,12 +34,14 @@ def gpu():
 
 def cut(rows: int, splits: int) -> ProductPlan:
     """The tiles that 16-bit activations have."""
-    tokens = ops.cuda.qmatmul.tile_height(rows, 16, 32)
+    tokens = backends.triton.qmatmul.tile_height(rows, 16, 32)
     return ProductPlan(tokens, 64 if tokens == 16 else 128, splits, 3, 4)
 
 
 def norm_of(rows: int, F: int) -> UnnormalizedRows:
-    return ops.epilogues.unnormalized_reference(torch.randn(rows, F), torch.rand(F) + 0.5, 1e-5)
+    return backends.epilogues.unnormalized_reference(
+        torch.randn(rows, F), torch.rand(F) + 0.5, 1e-5
+    )
 
 
 @pytest.mark.parametrize("form,rows,N,splits", [
@@ -51,13 +53,13 @@ def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
     x, stream, weight = torch.randn(rows, 384), torch.randn(rows, N), torch.rand(N)
     product = LazyMatmul(x, None, weights.packed, weights.scale)
     plan = cut(rows, splits)
-    total, *norm = ops.cuda.epilogues.add_product(product, stream, weight, 1e-5, gpu, plan)
-    want, wanted = ops.epilogues.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
+    total, *norm = backends.triton.epilogues.add_product(product, stream, weight, 1e-5, gpu, plan)
+    want, wanted = backends.epilogues.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
     torch.testing.assert_close([total, *norm], [want, *wanted], **CLOSE)
     plainly = (norm[0].double() / UnnormalizedRows(*norm).rms()).float()
     torch.testing.assert_close(plainly, torch_backend.rms_norm(want, weight, 1e-5), **CLOSE)
     bias = torch.randn(N)
-    other, *none = ops.cuda.epilogues.add_product(product, bias, None, 0.0, gpu, plan)
+    other, *none = backends.triton.epilogues.add_product(product, bias, None, 0.0, gpu, plan)
     torch.testing.assert_close(other, bias + weights.reference(x), **CLOSE)
     assert not any(x.numel() for x in none)
 
@@ -66,9 +68,9 @@ def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
 def test_the_first_norm(F):
     x, delta, weight = torch.randn(3, F), torch.randn(F, 3).T, torch.rand(F)
     for given in (None, delta):
-        total, *norm = ops.cuda.epilogues.add_unscaled(x, given, weight, 1e-5)
+        total, *norm = backends.triton.epilogues.add_unscaled(x, given, weight, 1e-5)
         want = x if given is None else x + given
-        wanted = ops.epilogues.unnormalized_reference(want, weight, 1e-5)
+        wanted = backends.epilogues.unnormalized_reference(want, weight, 1e-5)
         torch.testing.assert_close(norm, [*wanted], **CLOSE)
         assert torch.equal(total, want) if given is not None else not total.numel()
 
@@ -78,8 +80,8 @@ def test_swiglu_of_an_unscaled_norm(form, rows):
     weights = quantized(form, 2 * 67, 384)
     x = norm_of(rows, 384)
     operands = (x.values, weights.packed, weights.scale, cut(rows, 1))
-    y = ops.cuda.qmatmul.run_product(*operands, "swiglu", x.squares)
-    want = ops.epilogues.swiglu_reference(weights.reference(x.values), x)
+    y = backends.triton.qmatmul.run_product(*operands, "swiglu", x.squares)
+    want = backends.epilogues.swiglu_reference(weights.reference(x.values), x)
     torch.testing.assert_close(y, want, **CLOSE)
 
 
@@ -95,11 +97,13 @@ def rotated(gpu, weights, x, heads, E, norms, splits, rows=slice(None)):
     ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, T + 2, E)) for _ in range(2))
     product = LazyMatmul(x.values[None], x.squares, weights.packed, weights.scale)
     given = norms or (None, None, 0.0)
-    q = ops.cuda.epilogues.rotary_product(product, rope, *ours, slots, given, gpu, cut(t, splits))
+    q = backends.triton.epilogues.rotary_product(
+        product, rope, *ours, slots, given, gpu, cut(t, splits)
+    )
     y = weights.reference(x.values)[None]
     x = UnnormalizedRows(x.values[None], x.squares)
     return (q, *ours), (
-        ops.epilogues.rotary_cache_reference(y, x, rope, *theirs, slots, norms),
+        backends.epilogues.rotary_cache_reference(y, x, rope, *theirs, slots, norms),
         *theirs,
     )
 
@@ -120,31 +124,31 @@ def test_a_product_is_rotated_and_cached(gpu, form, rows, heads, E, normed, spli
 
 def test_the_work_behind_int4_in_cuda(gpu, monkeypatch):
     """Its kernel is the plain one here: what follows it, the norm that it divides by, and a bias."""
-    monkeypatch.setattr(ops.cuda.int4, "multiply", ops.cuda.int4.multiply_plainly)
+    monkeypatch.setattr(backends.triton.int4, "multiply", backends.triton.int4.multiply_plainly)
     close = {"rtol": 1.6e-2, "atol": 2e-2}  # the interpreter cuts bfloat16 off
     H, kv_heads, E, rows, K = 2, 1, 64, 5, 128
     weights = quantized("int4-32", (H + 2 * kv_heads) * E, K)
-    scale = ops.cuda.layout.unpack_scales(weights.scale, K)
-    codes = ops.cuda.layout.unpack_int4_planes(weights.packed, len(scale), K)
-    units = ops.cuda.int4.pack_fragments(codes, scale)
+    scale = backends.triton.layout.unpack_scales(weights.scale, K)
+    codes = backends.triton.layout.unpack_int4_planes(weights.packed, len(scale), K)
+    units = backends.triton.int4.pack_fragments(codes, scale)
     values, squares = norm_of(rows, K)
     x = UnnormalizedRows(values.bfloat16(), squares)
     y = weights.reference(x.values.float())
     stream = torch.randn(rows, len(scale)).bfloat16()
     weight = torch.rand(len(scale)).bfloat16()
     product = LazyMatmul(x.values, None, units, None)
-    total, *norm = ops.cuda.epilogues.add_product(product, stream, weight, 1e-5, gpu)
-    want, wanted = ops.epilogues.add_norm_reference(stream, y, weight, 1e-5)
+    total, *norm = backends.triton.epilogues.add_product(product, stream, weight, 1e-5, gpu)
+    want, wanted = backends.epilogues.add_norm_reference(stream, y, weight, 1e-5)
     torch.testing.assert_close([total, *norm], [want, *wanted], **close)
-    other, *_ = ops.cuda.epilogues.add_product(product, weight, None, 0.0, gpu)
+    other, *_ = backends.triton.epilogues.add_product(product, weight, None, 0.0, gpu)
     torch.testing.assert_close(other, (weight + y).bfloat16())
     slots = torch.arange(rows)[None]
     rope = rope_angles(torch.arange(E // 2) / E + 0.1, slots * 7)
     ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, rows, E).bfloat16()) for _ in range(2))
     lazy = LazyMatmul(x.values[None], x.squares, units, None)
-    q = ops.cuda.epilogues.rotary_product(lazy, rope, *ours, slots, (None, None, 0.0), gpu)
+    q = backends.triton.epilogues.rotary_product(lazy, rope, *ours, slots, (None, None, 0.0), gpu)
     rows_of = UnnormalizedRows(x.values[None], x.squares)
-    want = ops.epilogues.rotary_cache_reference(y[None], rows_of, rope, *theirs, slots)
+    want = backends.epilogues.rotary_cache_reference(y[None], rows_of, rope, *theirs, slots)
     torch.testing.assert_close((q, *ours), (want, *theirs), **close)
 
 
@@ -158,7 +162,9 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order, gpu):
     def layer(rows):
         product = LazyMatmul(x.values[rows], None, weights.packed, weights.scale)
         some = stream[rows].contiguous()
-        added = ops.cuda.epilogues.add_product(product, some, weight, 1e-5, gpu, cut(len(some), 2))
+        added = backends.triton.epilogues.add_product(
+            product, some, weight, 1e-5, gpu, cut(len(some), 2)
+        )
         got, _ = rotated(gpu, weights, x, (1, 1), 128, norms, 2, rows)
         return added, got
 

@@ -7,14 +7,14 @@ the interpreter computes nonsense in bf16, and has no inline assembly (which is 
 import pytest
 import torch
 
+import backends.triton.layout
+import backends.triton.norm
+import backends.triton.qmatmul
 import interpreted  # noqa: F401
-import ops.cuda.layout
-import ops.cuda.norm
-import ops.cuda.qmatmul
+import reference as torch_backend
+from backends.triton.layout import BLOCK_FORMS
+from backends.triton.qmatmul import Device, ProductPlan
 from helpers import quantized, slow
-from ops import torch_backend
-from ops.cuda.layout import BLOCK_FORMS
-from ops.cuda.qmatmul import Device, ProductPlan
 
 DEVICE = Device(132, 232448, 90)
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8", *BLOCK_FORMS]
@@ -22,9 +22,9 @@ FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-32-zeros", "int8", *
 
 def run(x, weights, splits=1, epilogue="none"):
     """The product, cut as it would be for 16-bit activations."""
-    tokens = ops.cuda.qmatmul.tile_height(x.shape[0], 16, 32)
+    tokens = backends.triton.qmatmul.tile_height(x.shape[0], 16, 32)
     cut = ProductPlan(tokens, 64 if tokens == 16 else 128, splits, stages=3, warps=4)
-    return ops.cuda.qmatmul.run_product(x, weights.packed, weights.scale, cut, epilogue)
+    return backends.triton.qmatmul.run_product(x, weights.packed, weights.scale, cut, epilogue)
 
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -60,7 +60,7 @@ def test_shapes(form, N, K):
     weights = quantized(form, N, K)
     x = torch.randn(2, 3, K).transpose(0, 1)  # neither two-dimensional nor contiguous
     plan = ProductPlan(16, 64, 1, 4, 4)
-    y = ops.cuda.qmatmul.run_product(x, weights.packed, weights.scale, plan)
+    y = backends.triton.qmatmul.run_product(x, weights.packed, weights.scale, plan)
     torch.testing.assert_close(y, weights.reference(x), atol=2e-4, rtol=2e-5)
 
 
@@ -92,17 +92,17 @@ def test_a_product_in_front_of_a_norm(form, splits):
     x, stream, scale = torch.randn(5, 896), torch.randn(5, 135), torch.rand(135)
     delta = run(x, weights, splits)
     assert torch.equal(run(x, weights, splits, "fp32"), delta)  # fp32 in any case here
-    total, y = ops.cuda.norm.add_norm(stream, delta, scale, 1e-5)
+    total, y = backends.triton.norm.add_norm(stream, delta, scale, 1e-5)
     wanted = torch_backend.add_norm(stream, weights.reference(x), scale, 1e-5)
     torch.testing.assert_close((total, y), wanted, atol=5e-4, rtol=2e-5)
-    alone = ops.cuda.norm.add_norm(stream[2:3], delta[2:3], scale, 1e-5)
+    alone = backends.triton.norm.add_norm(stream[2:3], delta[2:3], scale, 1e-5)
     assert torch.equal(alone[0], total[2:3]) and torch.equal(alone[1], y[2:3])
-    assert torch.equal(ops.cuda.norm.add_norm(total, None, scale, 1e-5)[1], y)
+    assert torch.equal(backends.triton.norm.add_norm(total, None, scale, 1e-5)[1], y)
 
 
 def test_a_norm_of_what_is_not_contiguous():
     x, scale = torch.randn(135, 5).T, torch.rand(135)
-    total, y = ops.cuda.norm.add_norm(x, x, scale, 1e-5)
+    total, y = backends.triton.norm.add_norm(x, x, scale, 1e-5)
     wanted = torch_backend.add_norm(x, x, scale, 1e-5)
     torch.testing.assert_close((total, y), wanted, atol=1e-5, rtol=2e-5)
 
@@ -123,16 +123,16 @@ def test_the_whole_path():
     for form in ("float", "int4-32-zeros", "int8", "Q4_K"):
         weights = quantized(form, 135, 512)
         x = torch.randn(3, 512)
-        y = ops.cuda.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE)
+        y = backends.triton.qmatmul.matmul(x, weights.packed, weights.scale, DEVICE)
         torch.testing.assert_close(y, weights.reference(x), atol=5e-4, rtol=2e-5)
 
 
 def test_the_lowest_code_of_eight_bits():
     """-128, which our own int8 never has, and files of others may."""
     codes = torch.full((64, 128), -128, dtype=torch.int8)
-    packed = ops.cuda.layout.pack_int8_planes(codes)
+    packed = backends.triton.layout.pack_int8_planes(codes)
     cut = ProductPlan(16, 64, 1, 2, 4)
-    y = ops.cuda.qmatmul.run_product(torch.ones(2, 128), packed, torch.ones(64), cut)
+    y = backends.triton.qmatmul.run_product(torch.ones(2, 128), packed, torch.ones(64), cut)
     assert (y == -128 * 128).all()
 
 
@@ -147,8 +147,10 @@ def test_rows_of_an_embedding(form):
     ids = torch.tensor([3, 69, 0, 3])
     operator = torch.ops.gpt_eagle.read_planes  # plain on a CPU
     want = operator(weights.packed, weights.scale, ids, K, torch.float32)
-    got = ops.cuda.qmatmul.read_rows(weights.packed, weights.scale, ids, K, torch.float32)
+    got = backends.triton.qmatmul.read_rows(weights.packed, weights.scale, ids, K, torch.float32)
     assert torch.equal(got, want)
     torch.testing.assert_close(got, weights.reference(torch.eye(K)).T[ids])
-    none = ops.cuda.qmatmul.read_rows(weights.packed, weights.scale, ids[:0], K, torch.float32)
+    none = backends.triton.qmatmul.read_rows(
+        weights.packed, weights.scale, ids[:0], K, torch.float32
+    )
     assert none.shape == (0, K)

@@ -8,9 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
-from hf.checkpoint import Quantization
-from hf.weights import load_model
-from options import ROOT
+from files.checkpoint import Quantization
+from files.weights import load_model
+from run.options import ROOT
 
 SAMPLE_S = 0.0005  # between two looks at the memory of a process that loads
 

@@ -18,12 +18,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import generate
 import helpers
-from hf.config import read_config
-from hf.weights import load_model
+from files.config import read_config
+from files.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
+from run import generate
 from scripts import gguf_file
 
 Kind = gguf.GGMLQuantizationType

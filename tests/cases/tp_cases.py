@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 import decode
-import extras.ngram_draft  # noqa: F401  (before the ranks are forked)
-from generate import generate, load
-from options import GenerateConfig
-from parallel import ranks
+import drafts.ngram_draft  # noqa: F401  (before the ranks are forked)
+from run import ranks
+from run.generate import generate, load
+from run.options import GenerateConfig
 
 
 def features(engine: decode.Engine, prompt: list[int]) -> torch.Tensor:

@@ -25,10 +25,9 @@ import torch
 from decode import PREFILL_CHUNK, Cycle, Engine
 from draft_tree import DraftTree, DynamicTree
 from drafters import RootOnly
-from eagle_draft import EagleDrafter
-from extras import auto_trees, remembered
-from extras.auto_trees import with_smaller_trees
-from extras.autosize import (
+from drafts import auto_trees, remembered
+from drafts.auto_trees import with_smaller_trees
+from drafts.autosize import (
     HOLD,
     IDLE_HOLD,
     MISS,
@@ -41,12 +40,12 @@ from extras.autosize import (
     cost_of,
     shape_of,
     trained_miss,
-)  # fmt: skip
-from extras.deferred import MAX_KEPT
-from extras.model_draft import ModelDrafter
-from extras.ngram_draft import Ngram, NgramDrafter
-from extras.remembered import file_of, recall, remember
-from generate import generate, load, main, summary
+)
+from drafts.deferred import MAX_KEPT
+from drafts.model_draft import ModelDrafter
+from drafts.ngram_draft import Ngram, NgramDrafter
+from drafts.remembered import file_of, recall, remember
+from eagle_draft import EagleDrafter
 from helpers import (
     PROMPTS,
     Scripted,
@@ -59,9 +58,10 @@ from helpers import (
     pairwise,
     record,
 )
-from load import TIMED_BEHIND, time_cycles, warm_up
-from options import DEMO
-from session import Session
+from run.generate import generate, load, main, summary
+from run.load import TIMED_BEHIND, time_cycles, warm_up
+from run.options import DEMO
+from run.session import Session
 
 ROOT = Path(__file__).parents[2]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)

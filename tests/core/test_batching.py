@@ -21,11 +21,9 @@ import pytest
 import torch
 from test_lossless import assert_same, held_out_prompts, make
 
-import generate as program
-from cli.results import Results
+import run.generate as program
 from decode import Engine, build_cycles
 from drafters import RootOnly
-from generate import Result, generate, in_order, load, main
 from helpers import (
     OPERATORS,
     Scripted,
@@ -38,12 +36,14 @@ from helpers import (
     refused,
     slow,
 )
-from load import time_cycles
-from observer import View
-from options import DEMO, GenerateConfig
+from run.generate import Result, generate, in_order, load, main
+from run.load import time_cycles
+from run.observer import View
+from run.options import DEMO, GenerateConfig
+from run.results import Results
+from run.session import Session
+from run.stats import check_memory, sequence_memory
 from runtime import tensors_of
-from session import Session
-from stats import check_memory, sequence_memory
 from steps import Attend
 
 DRAFTS = {
@@ -84,7 +84,7 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
 ])  # fmt: skip
 def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
     """The prompts in chunks of 8 tokens, so that they are cached while other rows decode."""
-    monkeypatch.setattr("session.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("run.session.PREFILL_CHUNK", 8)
     texts = [text[-30 - 6 * i :] for i, text in enumerate(held_out_prompts()[14:26])]
     check_rows(texts, 4, 12, temperature, **DRAFTS[draft])
 
@@ -101,8 +101,8 @@ def alone() -> tuple[Engine, Result]:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("session.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("session.PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("run.session.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("run.session.PREFILL_WIDTHS", (8, 16))
 
 
 def three_rows(name: str, captured: bool = False) -> Engine:
@@ -121,7 +121,7 @@ def three_rows(name: str, captured: bool = False) -> Engine:
 def test_a_late_host_and_fixed_buffers_change_nothing(name, captured, host_lag, monkeypatch):
     """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
     vanilla, want = alone()
-    monkeypatch.setattr("scheduler.Session", lambda engine: Session(engine, host_lag=host_lag))
+    monkeypatch.setattr("run.scheduler.Session", lambda engine: Session(engine, host_lag=host_lag))
     got = generate(three_rows(name, captured), IDS, num_samples=2)
     prompts = sorted(IDS * 2, key=IDS.index)
     for index, prompt, ours, theirs in zip(got.index, prompts, got.tokens, want.tokens):
@@ -214,7 +214,7 @@ def test_rows_are_released_at_random_and_given_away(name, captured, host_lag):
 
 def test_long_prompts_let_the_others_decode(monkeypatch):
     """At most about a chunk of prompts runs in a step, also where no row decodes."""
-    monkeypatch.setattr("session.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("run.session.PREFILL_CHUNK", 8)
     options = {"max_new_tokens": 60, "ignore_eos": True, "batch_size": 3}
     session = Session(engine_for(golden_target(), RootOnly(), **options))
     session.admit(0, list(range(20)))
@@ -389,7 +389,7 @@ def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
 
 
 def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
-    monkeypatch.setattr("stats.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("run.stats.free_bytes", lambda device: 10**9)
     said = check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
     assert said == "3 sequences take 0.90 GB of memory; 3 would fit"
     said = r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, 0.2 GB are missing, enough for 3 of the 4 sequences; lower"
@@ -401,7 +401,7 @@ def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
 def test_a_comparison_needs_caches_of_its_own(monkeypatch):
     """Those of vanilla decoding, which are the target's."""
     engine, plans = load(**DEMO_IN_BF16, draft="none", context=64), []
-    monkeypatch.setattr("stats.check_memory", lambda plan, *_: plans.append(plan))
+    monkeypatch.setattr("run.stats.check_memory", lambda plan, *_: plans.append(plan))
     for compare in (False, True):
         sequence_memory(replace(engine, config=replace(engine.config, compare=compare)))
     (own,) = (plans[1][name] for name in plans[1].keys() - plans[0].keys())
@@ -422,7 +422,7 @@ def test_the_default_context_is_the_models_as_far_as_half_of_the_memory_goes(mon
         ({"kv": "int8"}, 1792),  # 1030 * 64 / 34, in whole steps of 256
         ({"context": 77}, 77),
     ):
-        monkeypatch.setattr("load.free_bytes", lambda device: free)
+        monkeypatch.setattr("run.load.free_bytes", lambda device: free)
         caplog.clear()
         engine = load(**DEMO_IN_BF16, draft="none", **options)
         assert engine.context == min(context, config.max_context), options
@@ -430,24 +430,24 @@ def test_the_default_context_is_the_models_as_far_as_half_of_the_memory_goes(mon
         assert len(said) == (engine.context < config.max_context and "context" not in options)
         for line in said:
             assert line.startswith(f"the context is {context} tokens, whose cache takes half")
-    monkeypatch.setattr("load.free_bytes", lambda device: 10**15)
+    monkeypatch.setattr("run.load.free_bytes", lambda device: 10**15)
     assert load(**DEMO_IN_BF16, draft="none").context == config.max_context
 
 
 def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch):
     engine = load(**DEMO_IN_BF16, draft="none", context=512)
     plans = []
-    monkeypatch.setattr("stats.check_memory", lambda plan, *rest: plans.append((plan, rest)))
+    monkeypatch.setattr("run.stats.check_memory", lambda plan, *rest: plans.append((plan, rest)))
     sequence_memory(engine)
     need = sum(plans[0][0].values())
     monkeypatch.undo()
     slot = plans[0][0]["the caches"] // engine.slots
-    monkeypatch.setattr("stats.free_bytes", lambda device: need - 100 * slot)
+    monkeypatch.setattr("run.stats.free_bytes", lambda device: need - 100 * slot)
     with pytest.raises(
         ValueError, match=r"are missing; lower .*--context \(412 tokens would fit\)"
     ):
         sequence_memory(engine)
-    monkeypatch.setattr("stats.free_bytes", lambda device: need - 99 * slot - 1)
+    monkeypatch.setattr("run.stats.free_bytes", lambda device: need - 99 * slot - 1)
     with pytest.raises(ValueError, match=r"\(412 tokens would fit\)"):
         sequence_memory(engine)
     sequence_memory(replace(engine, context=412))

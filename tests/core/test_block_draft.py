@@ -35,12 +35,12 @@ from block_files import (
 )
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
-from extras.auto_trees import with_smaller_trees
-from extras.autosize import accepted_of, shape_of
-from extras.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
-from extras.level_draft import tree_of
-from extras.residual import sample_children
-from generate import generate, load
+from drafts.auto_trees import with_smaller_trees
+from drafts.autosize import accepted_of, shape_of
+from drafts.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
+from drafts.level_draft import tree_of
+from drafts.residual import sample_children
+from files.block_heads import BlockConfig
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -49,8 +49,8 @@ from helpers import (
     golden_target,
     token_paths,
 )
-from hf.block_heads import BlockConfig
-from options import GenerateConfig
+from run.generate import generate, load
+from run.options import GenerateConfig
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
 from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers
 from scripts.train.train_block import write_files as write_trained

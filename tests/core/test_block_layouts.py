@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from test_block_draft import trained_dir
 
 import quantize
+from backends.fusions import NEXT_READER, AddNorm, FusedLayers
+from backends.library import has_cpu_operators
 from block_files import (
     LEVELS,
     MASK,
@@ -36,11 +38,10 @@ from block_files import (
 )
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs
+from drafts.block_draft import SparkDrafter, load_head
 from eagle_draft import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
-from extras.block_draft import SparkDrafter, load_head
-from fusions import NEXT_READER, AddNorm, FusedLayers
-from generate import generate, load
+from files.checkpoint import BLOCKS, Quantization
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -50,9 +51,8 @@ from helpers import (
     golden_target,
     slow,
 )
-from hf.checkpoint import BLOCKS, Quantization
 from linear import Embedding
-from ops.library import has_cpu_operators
+from run.generate import generate, load
 from tiny_models import Kind, write
 
 LAYER = SHAPE | {

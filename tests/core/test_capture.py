@@ -17,14 +17,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ops.attention
-import ops.cuda.backend
+import backends.attention
+import backends.triton.backend
+import reference as torch_backend
 from decode import build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
+from drafts.auto_trees import with_smaller_trees
+from drafts.model_draft import ModelDrafter
 from eagle_draft import EagleDrafter
-from extras.auto_trees import with_smaller_trees
-from extras.model_draft import ModelDrafter
 from helpers import (
     COMPILER,
     compiled_as_on_cuda,
@@ -35,14 +36,13 @@ from helpers import (
     golden_target,
     noisy_copy,
 )
-from load import warm_up
 from model import ModelConfig, Transformer
-from observer import REPORT, CycleResult
-from ops import torch_backend
-from ops.torch_backend import pack_report, with_times
+from reference import pack_report, with_times
+from run.load import warm_up
+from run.observer import REPORT, CycleResult
+from run.session import Session
 from runtime import Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
-from session import Session
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten
@@ -146,7 +146,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
     (cycle,) = engine.cycles.by_mode[SamplingMode.GREEDY]
-    backend = replace(cycle.backend, compact=ops.cuda.backend.compact)
+    backend = replace(cycle.backend, compact=backends.triton.backend.compact)
     cycle.backend = backend
     drafter.use(backend)
     for step in ("decide", "extend"):  # the passes around them are not what is tested
@@ -161,13 +161,13 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 @pytest.mark.usefixtures("traced")
 def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
     """Here its operators are the plain ones. No recompilation, and vanilla's tokens."""
-    monkeypatch.setattr("ops.backends._module_of", lambda device: ops.cuda.backend)
+    monkeypatch.setattr("backends.backends._module_of", lambda device: backends.triton.backend)
     target = deepcopy(golden_target())
     options = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0, "top_k": 9}
     want = decode(engine_for(target, RootOnly(), **options), PROMPT).history
     drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(3, 3, 9))
     engine = compiled_as_on_cuda(engine_for(target, drafter, **options))
-    assert drafter.backend.select_nodes is ops.cuda.backend.select_nodes
+    assert drafter.backend.select_nodes is backends.triton.backend.select_nodes
     assert decode(engine, PROMPT).history == want
 
 
@@ -298,9 +298,11 @@ def test_a_gpu_that_is_too_old(monkeypatch):
 def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, compile):
     """On CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
     if compile:
-        monkeypatch.setattr("load.why_not_compiled", lambda device: "no gcc")
+        monkeypatch.setattr("run.load.why_not_compiled", lambda device: "no gcc")
     else:
-        monkeypatch.setattr("load.why_not_compiled", lambda device: pytest.fail("it was probed"))
+        monkeypatch.setattr(
+            "run.load.why_not_compiled", lambda device: pytest.fail("it was probed")
+        )
     engine = sized_engine(1.0)
     want = decode(engine, PROMPT).history
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from helpers import FOLDERS
-from options import ROOT
+from run.options import ROOT
 
 PAGE = ROOT / "docs" / "CONTRIBUTING.md"
 NEW_TESTS = {

@@ -7,23 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import base.tree_paths
-from base.tree_paths import EAGLE1_PATHS, read_tree
+import run.tree_paths
+from backends.backends import choose
+from backends.tree import Children
 from draft_tree import (
     DynamicTree,
     StaticTree,
     build_tree,
 )  # fmt: skip
 from drafters import DraftInputs, TreeDrafter
+from drafts.ngram_draft import add_chain
+from drafts.residual import sample_children
 from eagle_draft import EagleDrafter
-from extras.ngram_draft import add_chain
-from extras.residual import sample_children
 from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
-from ops.backends import choose
-from ops.torch_backend import accept, compaction, path_to, root_tree, select_nodes
-from ops.tree import Children
+from reference import accept, compaction, path_to, root_tree, select_nodes
+from run.tree_paths import EAGLE1_PATHS, read_tree
 
 INF = float("inf")
 
@@ -491,7 +491,7 @@ def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
     tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
-    wide = [[rank] for rank in range(base.tree_paths.MAX_NODES - 1)]
+    wide = [[rank] for rank in range(run.tree_paths.MAX_NODES - 1)]
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 

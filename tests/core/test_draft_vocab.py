@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from base.tree_paths import EAGLE1_PATHS
+from backends.weight import unpack
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter
-from generate import generate, load
+from files.checkpoint import Quantization
+from files.heads import draft_lm_head
+from files.weights import load_model
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -26,11 +28,9 @@ from helpers import (
     trimmed_head,
     with_children,
 )
-from hf.checkpoint import Quantization
-from hf.heads import draft_lm_head
-from hf.weights import load_model
-from ops.weight import unpack
-from options import DEMO
+from run.generate import generate, load
+from run.options import DEMO
+from run.tree_paths import EAGLE1_PATHS
 from sampling import Sampling
 
 TREES = {

@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from base.tree_paths import EAGLE1_PATHS
 from decode import Cycle
 from draft_tree import DynamicTree, StaticTree
 from drafters import DecodedTokens, DrafterUpdate, DraftInputs, RootOnly
+from drafts.kept_texts import PastTexts
+from drafts.model_draft import ModelDrafter, check_same_tokens
+from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from eagle_draft import EagleDrafter
-from extras.kept_texts import PastTexts
-from extras.model_draft import ModelDrafter, check_same_tokens
-from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
-from generate import Batch, load
 from helpers import (
     GOLDEN,
     LOOP,
@@ -42,8 +40,10 @@ from helpers import (
     with_children,
 )
 from model import Transformer
-from options import DEMO
-from session import Session
+from run.generate import Batch, load
+from run.options import DEMO
+from run.session import Session
+from run.tree_paths import EAGLE1_PATHS
 
 # ------------------------------------------------------------------------------------------- lookup
 

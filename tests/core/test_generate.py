@@ -17,17 +17,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hf.config
+import files.config
 import runtime
-from base.parsing import parse
-from cli.prompts import read_prompts
-from extras.autosize import Autosizer
-from generate import encode, generate, load, main, stream
+from backends.library import has_cpu_operators
+from drafts.autosize import Autosizer
+from files.config import resolve_draft
 from helpers import GOLDEN, refused, slow
-from hf.config import resolve_draft
-from ops.library import has_cpu_operators
-from options import DEMO, ROOT, GenerateConfig
-from stats import explain, share_of_equal, stats_line
+from run.generate import encode, generate, load, main, stream
+from run.options import DEMO, ROOT, GenerateConfig
+from run.parsing import parse
+from run.prompts import read_prompts
+from run.stats import explain, share_of_equal, stats_line
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 PROMPT = "def read_lines(path):"
@@ -480,7 +480,7 @@ def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
 
 def test_without_a_compiler_it_says_so_and_runs(capsys, monkeypatch):
     modules = as_json(capsys, f"{OF_IDS} --json -")
-    monkeypatch.setattr("ops.library._cpp_available", [False])
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     out, err = run(capsys, f"{OF_IDS} --compile --json -")
     assert err.startswith(
         "note: --compile does not work here (it needs the CPU operators); running without it\n"
@@ -500,9 +500,9 @@ def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
 
 def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
     """A machine with a GPU may have no C++ compiler, and need none."""
-    monkeypatch.setattr("ops.library._cpp_available", [])
+    monkeypatch.setattr("backends.library._cpp_available", [])
     monkeypatch.setattr(
-        "ops.cpu.build.load_operators", lambda: pytest.fail("built the CPU operators")
+        "backends.cpp.build.load_operators", lambda: pytest.fail("built the CPU operators")
     )
     assert callable(runtime.compiled(lambda x: x))
 
@@ -576,12 +576,12 @@ OF_MODEL = {"draft": "model", "draft_checkpoint": DEMO}
 )  # fmt: skip
 def test_the_format_of_a_draft(monkeypatch, draft, device, target, asked, form, wide):
     """A head or a draft model beside a target in 16 bits, and one in 32, where C++ multiplies."""
-    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda family: True)
+    monkeypatch.setattr(files.config, "has_cpu_operators", lambda family: True)
     options = {"checkpoint": DEMO, "device": device, "quant": target, "quant_draft": asked}
     for dtype, want in (("bfloat16", form), ("float32", wide)):
         config = GenerateConfig(**options, **draft, dtype=dtype)
         assert resolve_draft(config, Path(DEMO)).quant_draft == want
-    monkeypatch.setattr(hf.config, "has_cpu_operators", lambda family: False)
+    monkeypatch.setattr(files.config, "has_cpu_operators", lambda family: False)
     if device == "cpu" and target == "none":
         slow_here = GenerateConfig(**options, **draft, dtype="bfloat16")
         assert resolve_draft(slow_here, Path(DEMO)).quant_draft == "none"

@@ -15,11 +15,11 @@ import torch
 import eagle_draft
 import model
 import sampling
-from base.tree_paths import EAGLE1_PATHS, MAX_NODES
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
+from drafts import residual
 from eagle_draft import EagleDrafter, load_head
-from extras import residual
+from files.checkpoint import WeightFiles
 from helpers import (
     GOLDEN,
     decode,
@@ -33,7 +33,7 @@ from helpers import (
     slow,
     with_children,
 )
-from hf.checkpoint import WeightFiles
+from run.tree_paths import EAGLE1_PATHS, MAX_NODES
 
 GREEDY = [
     "eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32",

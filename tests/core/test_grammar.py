@@ -17,12 +17,12 @@ jsonschema = pytest.importorskip("jsonschema")
 from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
 import demo_drafts  # noqa: E402
-import generate as program  # noqa: E402
+import run.generate as program  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
-from extras.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
-from extras.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
-from generate import generate, load, stream  # noqa: E402
+from drafts.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
+from drafts.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
+from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import (  # noqa: E402
     fresh,
     record,
@@ -30,9 +30,9 @@ from helpers import (  # noqa: E402
     trimmed_head,
     write_random_llama,
 )
-from hf.tokenizer import Tokenizer  # noqa: E402
-from options import DEMO, Sampling  # noqa: E402
-from session import Session  # noqa: E402
+from run.generate import generate, load, stream  # noqa: E402
+from run.options import DEMO, Sampling  # noqa: E402
+from run.session import Session  # noqa: E402
 
 PROMPT = "def person():\n    return "
 OTHER = "import json\n"

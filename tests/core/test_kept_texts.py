@@ -10,16 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import generate
 from draft_tree import DecodedTokens, DynamicTree
 from drafters import RootOnly
+from drafts import ngram_draft
+from drafts.kept_texts import MOST_BYTES, RUN, PastTexts
+from drafts.ngram_draft import Ngram, NgramDrafter
+from drafts.presets import PresetPolicy
+from drafts.recycling_draft import empty_matrix
 from eagle_draft import EagleDrafter
-from extras import ngram_draft
-from extras.kept_texts import MOST_BYTES, RUN, PastTexts
-from extras.ngram_draft import Ngram, NgramDrafter
-from extras.presets import PresetPolicy
-from extras.recycling_draft import empty_matrix
-from generate import load
 from helpers import (
     PROMPTS,
     decode,
@@ -29,10 +27,12 @@ from helpers import (
     golden_target,
     refused,
 )
-from load import _prefill_each_width
-from observer import Observer
-from options import DEMO
-from session import Session
+from run import generate
+from run.generate import load
+from run.load import _prefill_each_width
+from run.observer import Observer
+from run.options import DEMO
+from run.session import Session
 
 VOCABULARY = "ab" * 32
 SIZE = 9
@@ -111,7 +111,7 @@ def test_kept_texts_change_no_token(kind, temperature, batch):
 @pytest.mark.usefixtures("traced")
 def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     """Texts change between requests, and nothing is traced again."""
-    monkeypatch.setattr("ops.library._cpp_available", [False])
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     ngram = Ngram(2, 2, 2, kept=PastTexts(capacity=64))
     text = DecodedTokens(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)

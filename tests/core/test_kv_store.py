@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from test_lossless import make
 
-from extras import kv_store
-from extras.kv_store import KVStore, digest_of
 from helpers import engine_for, golden_target, slow
-from load import load
-from options import DEMO, Sampling
-from scheduler import Request, Scheduler
+from run import kv_store
+from run.kv_store import KVStore, digest_of
+from run.load import load
+from run.options import DEMO, Sampling
+from run.scheduler import Request, Scheduler
 
 TEXT = [(7 * i + i * i) % 90 for i in range(300)]
 OTHER = [(5 * i + 3) % 90 for i in range(200)]

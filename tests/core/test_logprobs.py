@@ -7,11 +7,11 @@ import torch
 from test_lossless import assert_same, make
 
 from decode import Engine
-from extras.logprobs import Logprob, Logprobs
-from generate import load
+from drafts.logprobs import Logprob, Logprobs
 from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, slow
-from options import DEMO, Sampling
-from session import Session
+from run.generate import load
+from run.options import DEMO, Sampling
+from run.session import Session
 
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "model:chain")
 IDS = [5, 17, 3, 40, 8, 22, 61]
@@ -92,7 +92,7 @@ def test_every_drafter_gives_the_same_bits(quant):
 
 
 def test_nobody_pays_where_nobody_asks(monkeypatch):
-    monkeypatch.setattr("extras.logprobs.scored", None)
+    monkeypatch.setattr("drafts.logprobs.scored", None)
     engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
     session = Session(engine)
     logprobs = Logprobs(engine.target)

@@ -25,18 +25,17 @@ import safetensors.numpy as numpy_files
 import torch
 
 import sampling
-from base import methods
-from base.tree_paths import EAGLE1_PATHS
+from backends.library import set_plain
 from decode import Engine, build_cycles
 from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
 from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
+from drafts.auto_trees import with_smaller_trees
+from drafts.kept_texts import vocabulary_of
+from drafts.model_draft import ModelDrafter
+from drafts.ngram_draft import Ngram, NgramDrafter
 from eagle_draft import EagleDrafter
-from extras.auto_trees import with_smaller_trees
-from extras.kept_texts import vocabulary_of
-from extras.model_draft import ModelDrafter
-from extras.ngram_draft import Ngram, NgramDrafter
-from generate import generate, load
+from files.heads import draft_lm_head
 from helpers import (
     GOLDEN,
     LOOP,
@@ -57,13 +56,14 @@ from helpers import (
     slow,
     with_children,
 )
-from hf.heads import draft_lm_head
-from ops.library import set_plain
-from options import DEMO
+from run import methods
+from run.generate import generate, load
+from run.options import DEMO
+from run.session import Session
+from run.tree_paths import EAGLE1_PATHS
 from runtime import compiled, tensors_of
 from sampling import Sampling
 from scripts.build_datastore import suffix_array
-from session import Session
 from steps import Router
 
 MARGIN = 1e-4
@@ -550,7 +550,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     prompt = [(i * 31 + 7) % 97 for i in range(150)]
     runs = []
     for chunk in (256, 64, 7):
-        monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("run.session.PREFILL_CHUNK", chunk)
         session = golden_run(make("dynamic"), prompt, PROMPTS[0], max_new_tokens=20)
         runs.append((session.history, session.stats.accept_lengths))
     assert runs[0] == runs[1] == runs[2]

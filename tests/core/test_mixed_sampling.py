@@ -9,18 +9,18 @@ import pytest
 import torch
 from test_lossless import TREES, assert_same, make
 
-import generate as program
+import run.generate as program
 import sampling
+from backends.backends import TORCH, choose
 from decode import Engine
 from drafters import RootOnly
+from drafts.residual import sample_children
 from eagle_draft import EagleDrafter
-from extras.residual import sample_children
-from generate import generate
 from helpers import compiled_as_on_cuda, engine_for, golden_head, golden_target, record, slow
-from ops.backends import TORCH, choose
-from options import DEMO
+from run.generate import generate
+from run.options import DEMO
+from run.session import Session
 from sampling import Sampling, SamplingMode, SamplingTensors, gumbel, process
-from session import Session
 
 BACKENDS = (choose(torch.device("cpu")), TORCH)
 OPTIONS = {"max_new_tokens": 24, "ignore_eos": True}
@@ -102,7 +102,7 @@ def test_the_parameters_of_the_engine_do_not_matter(loaded):
 @pytest.mark.parametrize("drafter", ["none", "dynamic"])
 def test_plain_operations_do_the_same(drafter, monkeypatch):
     """Without C++ operators, as on CUDA without its compiler."""
-    monkeypatch.setattr("ops.library._cpp_available", [False])
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     check_alone(decoded(engine_for(golden_target(), make(drafter), batch_size=3, **OPTIONS)))
 
 
@@ -110,7 +110,7 @@ def test_plain_operations_do_the_same(drafter, monkeypatch):
 @pytest.mark.parametrize("drafter", ["none", *slow(["chain", "dynamic"])])
 def test_captured_cycles_do_the_same(drafter, monkeypatch):
     """The steps as on CUDA, over buffers that stay, with reports that come late."""
-    monkeypatch.setattr("scheduler.Session", lambda engine: Session(engine, host_lag=1))
+    monkeypatch.setattr("run.scheduler.Session", lambda engine: Session(engine, host_lag=1))
     engine = engine_for(golden_target(), make(drafter), batch_size=3, **OPTIONS)
     check_alone(decoded(compiled_as_on_cuda(engine)))
 

@@ -16,19 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import hf.weights
-import ops.cpu.pages
+import backends.cpp.pages
+import files.weights
+from backends.backends import choose
+from backends.cpp.pages import HUGE_PAGE, HugePages
+from files.checkpoint import Quantization
+from files.config import config_from, read_config
+from files.weights import export_weights, load_model, weight_names
 from helpers import Operators, block_inputs
-from hf.checkpoint import Quantization
-from hf.config import config_from, read_config
-from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
-from load import load
 from model import rope_frequencies
-from ops.backends import choose
-from ops.cpu.pages import HUGE_PAGE, HugePages
-from options import DEMO
+from run.load import load
+from run.options import DEMO
 from tiny_models import random_model
 
 TOKENS = 24  # per test sequence
@@ -526,7 +526,7 @@ def test_weights_lie_behind_each_other_in_huge_pages(quant, monkeypatch):
 
     before = advised()  # numpy requests huge pages for large arrays; malloc uses them again
     small = loaded()
-    monkeypatch.setattr(hf.weights, "REGION", 0)
+    monkeypatch.setattr(files.weights, "REGION", 0)
     tensors = loaded()
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(places))
@@ -537,14 +537,14 @@ def test_weights_lie_behind_each_other_in_huge_pages(quant, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("no memory")
 
-    monkeypatch.setattr(ops.cpu.pages.mmap, "mmap", full)
+    monkeypatch.setattr(backends.cpp.pages.mmap, "mmap", full)
     for a, b, c in zip(tensors, loaded(), small, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
 def test_large_tensors_have_regions_of_their_own(monkeypatch):
     """So that one that is dropped is freed."""
-    monkeypatch.setattr(ops.cpu.pages, "REGION", HUGE_PAGE)
+    monkeypatch.setattr(backends.cpp.pages, "REGION", HUGE_PAGE)
     large = torch.ones(HUGE_PAGE + 1, dtype=torch.uint8)
     small = [torch.ones(n, dtype=torch.uint8) for n in (HUGE_PAGE // 2, 0, HUGE_PAGE // 2 - 64, 65)]
     pages = HugePages()

@@ -21,11 +21,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import helpers
 import quantize
+from backends.backends import TORCH, choose, use_backend
+from backends.experts import experts_linear
+from backends.formats import FORMATS
+from backends.weight import grouped_reference, unpack
 from draft_tree import DynamicTree
 from drafters import RootOnly
+from drafts.ngram_draft import Ngram, NgramDrafter
 from eagle_draft import EagleDrafter
-from extras.ngram_draft import Ngram, NgramDrafter
-from generate import main
+from files.checkpoint import Quantization, WeightFiles
+from files.weights import load_model
 from helpers import (
     COMPILER,
     OPERATORS,
@@ -36,16 +41,11 @@ from helpers import (
     golden_target,
     rounded,
 )
-from hf.checkpoint import Quantization, WeightFiles
-from hf.weights import load_model
 from linear import Linear
 from model import ModelConfig, RotaryEmbeddings, Transformer
-from ops.backends import TORCH, choose, use_backend
-from ops.experts import experts_linear
-from ops.formats import FORMATS
-from ops.weight import grouped_reference, unpack
 from quantize import quantize_directory
 from random_model import watch_loading
+from run.generate import main
 from scripts.train import train_eagle, training
 from tiny_models import SIZES, random_model
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from generate import generate, load
 from helpers import decode, fresh
-from options import Sampling
+from run.generate import generate, load
+from run.options import Sampling
 from server.batcher import Batcher, Job, Refusal
 
 PROMPT, OTHERS = [5, 6, 7], [[9, 8], [30, 31, 32, 33]]

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from base.io import log_note
-from options import ROOT
+from files.io import log_note
+from run.options import ROOT
 
 NOTE = "GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu; unset it"
 
@@ -23,7 +23,7 @@ def run(code: str) -> list[str]:
 
 def test_a_python_caller_sees_notes_silences_them_and_takes_them_into_a_log():
     assert run("""
-from generate import load
+from run.generate import load
 options = {"checkpoint": "checkpoints/demo", "draft": "none", "device": "cpu"}
 load(**options)
 logging.getLogger("gpt_eagle").setLevel(logging.ERROR)
@@ -36,7 +36,7 @@ load(**options)
 
 def test_a_command_prints_a_note_once_before_its_result_whatever_the_log_is():
     assert run("""
-import generate
+from run import generate
 options = "--checkpoint checkpoints/demo --draft none --device cpu --max_new_tokens 1".split()
 options += ["--prompt", "x", "--json", "/dev/stderr"]
 generate.main(options)

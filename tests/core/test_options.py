@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 
-from base import parsing
-from base.parsing import OLD, parse, processors
-from base.tree_paths import parse_tree
-from generate import generate, load, main
-from options import DEMO, ROOT, GenerateConfig
+from run import parsing
+from run.generate import generate, load, main
+from run.options import DEMO, ROOT, GenerateConfig
+from run.parsing import OLD, parse, processors
+from run.tree_paths import parse_tree
 from server.options import ServeConfig
 
 FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]
@@ -319,7 +319,7 @@ def test_a_full_gpu_is_one_line(capsys):
 
 def test_a_cache_in_8_bits_is_for_cpus(capsys, monkeypatch):
     assert "invalid choice: 'int4' (choose from 'int8')" in failure(capsys, f"{OF_IDS} --kv int4")
-    monkeypatch.setattr("load.pick_device", lambda name: "cuda")
+    monkeypatch.setattr("run.load.pick_device", lambda name: "cuda")
     said = "--kv int8 is for CPUs, and the device is cuda; drop it"
     assert said in failure(capsys, f"{OF_IDS} --kv int8")
 

@@ -13,14 +13,14 @@ import threading
 
 import pytest
 
-import session
-from base.io import TEMPORARY, StatusLine, replace_file, write_text
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from generate import main
+from files.io import TEMPORARY, StatusLine, replace_file, write_text
 from helpers import engine_for, golden_head, golden_target
-from options import DEMO
+from run import session
+from run.generate import main
+from run.options import DEMO
 
 FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 60)]
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import base.parsing
-from cli.start import read_command
+import run.parsing
 from helpers import FOLDERS as SOURCES
-from options import ROOT
+from run.options import ROOT
+from run.start import read_command
 
 CODE = (".py", ".sh", ".cpp", ".h")
 FOLDERS = ("benchmarks", "data", "docs", "heads", "scripts", "tests")
@@ -142,7 +142,7 @@ def module_of(program: str) -> ModuleType:
 
 def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
     """Return the options that a program reads from a command line. It ends there."""
-    read = base.parsing.parse_given
+    read = run.parsing.parse_given
 
     def stop(*values: Any) -> None:
         raise Parsed(values[0])
@@ -152,7 +152,7 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
             read_command(argv, stop)
     else:
         module = module_of(program)
-        for reader in (base.parsing, module):  # some programs have the function by its own name
+        for reader in (run.parsing, module):  # some programs have the function by its own name
             if hasattr(reader, "parse_given"):
                 patch.setattr(reader, "parse_given", lambda *values: stop(read(*values)[0]))
         patch.setattr(sys, "argv", [program, *argv])

@@ -16,14 +16,14 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import demo_drafts
 import sampling
+from backends.backends import TORCH, choose
 from demo_drafts import DRAFTS, plain_loop
 from draft_tree import DecodedTokens, build_tree
-from extras.penalties import Penalties
-from generate import generate
+from drafts.penalties import Penalties
+from files.tokenizer import Tokenizer
 from helpers import compiled_as_on_cuda, fresh, slow
-from hf.tokenizer import Tokenizer
-from ops.backends import TORCH, choose
-from options import DEFAULT, Sampling
+from run.generate import generate
+from run.options import DEFAULT, Sampling
 from sampling import SamplingTensors
 
 BACKENDS = (choose(torch.device("cpu")), TORCH)

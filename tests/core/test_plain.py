@@ -18,10 +18,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import generate
+import backends.attention
+import backends.weight
 import model
-import ops.attention
-import ops.weight
+import reference as torch_backend
+from backends import replaced, switches
+from backends.backends import TORCH, choose
+from backends.cpp.build import HERE
+from backends.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
 from decode import build_cycles
 from drafters import RootOnly
 from helpers import (
@@ -32,12 +36,9 @@ from helpers import (
     quantized_experts,
 )
 from helpers import decode as decoded
-from load import load
-from ops import replaced, switches, torch_backend
-from ops.backends import TORCH, choose
-from ops.cpu.build import HERE
-from ops.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
-from options import ROOT, GenerateConfig
+from run import generate
+from run.load import load
+from run.options import ROOT, GenerateConfig
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob("*.cpp"))
@@ -86,8 +87,8 @@ def test_with_all_families_nothing_is_built_or_called(
     short_demo, monkeypatch, method, form, temperature
 ):
     """Not in loading either."""
-    monkeypatch.setattr("ops.library._cpp_available", [])
-    monkeypatch.setattr("ops.cpu.build.load_operators", lambda: pytest.fail("they were built"))
+    monkeypatch.setattr("backends.library._cpp_available", [])
+    monkeypatch.setattr("backends.cpp.build.load_operators", lambda: pytest.fail("they were built"))
     options = METHODS[method] | FORMATS[form] | ({"top_k": 50} if temperature else {})
     with NoOperator():
         new = tokens(short_demo, plain=True, temperature=temperature, **options)
@@ -130,7 +131,7 @@ def test_the_fingerprints_are_those_of_the_files():
     """C++ and Triton do what these files say: the tests around here say so, and now the hashes."""
     found = replaced.fingerprints()
     lines = "\n".join(f'    "{name}": "{of_file}",' for name, of_file in found.items())
-    assert found == replaced.FINGERPRINTS, f"ops/replaced.py has:\n{lines}"
+    assert found == replaced.FINGERPRINTS, f"backends/replaced.py has:\n{lines}"
 
 
 @OPERATORS
@@ -166,8 +167,8 @@ REFERENCES = [
     ("compact", torch_backend, "compact", {}),
     ("fused", model.Layer, "forward", {}),
     ("norm", torch_backend, "rms_norm", {}),
-    ("products", ops.weight, "grouped_reference", {"quant": "int8"}),
-    ("products", ops.weight, "grouped_reference", {"quant": "int4"}),
+    ("products", backends.weight, "grouped_reference", {"quant": "int8"}),
+    ("products", backends.weight, "grouped_reference", {"quant": "int4"}),
     ("rotary", torch_backend, "rotary", {}),
     ("topk", torch_backend, "best", {}),
     ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
@@ -215,14 +216,14 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
     layout = "INT4_PLANES" if weight.group else "INT8_PLANES"
-    parts = (ops.weight.Part(layout, 96, weight.group),)
-    record = ops.weight.Weight(weight.packed, parts, 256, scale=weight.scale)
+    parts = (backends.weight.Part(layout, 96, weight.group),)
+    record = backends.weight.Weight(weight.packed, parts, 256, scale=weight.scale)
     assert torch.equal(TORCH.matmul(x, record), weight.reference(x))
     wide = TORCH.matmul(x, record, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))
     expert = torch.tensor([2, 0, 0, 3, 2])
     stack = quantized_experts(form, 4, 96, 256)
-    record = ops.weight.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
+    record = backends.weight.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
     got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from test_lossless import assert_same, make
 
-import session as host
+import run.session as host
 from decode import Engine
-from generate import load
 from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, record, slow
-from options import DEMO, Sampling
+from run.generate import load
+from run.options import DEMO, Sampling
+from run.session import Session
 from runtime import copy_sequence, tensors_of
-from session import Session
 
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
 SHARED = [(7 * i + i * i) % 97 for i in range(270)]  # more than a prefill chunk

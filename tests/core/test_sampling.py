@@ -13,10 +13,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import reference as torch_backend
+from backends.backends import TORCH
 from draft_tree import DynamicTree, StaticTree, build_tree
 from drafters import DraftInputs, RootOnly, TreeDrafter
-from extras import residual
-from extras.residual import accept_residual, residual_accept
+from drafts import residual
+from drafts.residual import accept_residual, residual_accept
 from helpers import (
     chi_square,
     engine_for,
@@ -27,9 +29,8 @@ from helpers import (
     text_with,
     with_children,
 )
-from ops import torch_backend
-from ops.backends import TORCH
-from ops.torch_backend import accept, best, cumsum_in_blocks, root_tree
+from reference import accept, best, cumsum_in_blocks, root_tree
+from run.session import Session
 from runtime import replace_fields
 from sampling import (
     ACCEPT,
@@ -41,7 +42,6 @@ from sampling import (
     gumbel,
     uniforms,
 )
-from session import Session
 
 ALPHA = 1e-4
 CAUGHT = 1e-9

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from test_lossless import assert_same, make
 
-import session as host
+import run.session as host
 from decode import Engine
-from generate import generate, load
 from helpers import engine_for, golden_target, record
-from options import DEMO, Sampling
-from scheduler import Request, Scheduler
+from run.generate import generate, load
+from run.options import DEMO, Sampling
+from run.scheduler import Request, Scheduler
 
 OPTIONS = {"max_new_tokens": 16, "ignore_eos": True, "batch_size": 2}
 PROMPTS = [[5, 17, 3, 40], [9, 33, 2, 71, 54, 90], [12, 80, 3], [61, 5, 17, 9, 8], [44, 2]]
@@ -119,7 +119,7 @@ def test_samples_of_one_prompt_read_it_once(monkeypatch):
 def test_a_stop_string_comes_before_a_grammar_that_ends(draft):
     """Also where the drafter has both in one cycle."""
     pytest.importorskip("llguidance")
-    from extras.grammar import Grammar
+    from drafts.grammar import Grammar
 
     engine = load(checkpoint=DEMO, device="cpu", draft=draft)
     dead = Grammar(engine, 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/')

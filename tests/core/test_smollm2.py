@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from base.io import is_gguf
-from extras.presets import PresetPolicy
-from generate import Batch, compare, generate, load
+from drafts.presets import PresetPolicy
+from files.io import is_gguf
 from helpers import slow
-from options import DEFAULT, GenerateConfig
+from run.generate import Batch, compare, generate, load
+from run.options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
 # of France and Italy the model is nearly undecided: rounding decides between two answers

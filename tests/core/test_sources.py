@@ -17,15 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-import generate
 from draft_tree import StaticTree
 from drafters import DecodedTokens, DraftInputs, RootOnly
-from extras.datastore import Datastore
-from extras.lookahead_draft import LookaheadDrafter
-from extras.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
-from extras.rest_draft import RestDrafter
-from extras.rest_draft import load_method as load_rest
-from generate import load
+from drafts.datastore import Datastore
+from drafts.lookahead_draft import LookaheadDrafter
+from drafts.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
+from drafts.rest_draft import RestDrafter
+from drafts.rest_draft import load_method as load_rest
 from helpers import (
     LOOP,
     PROMPTS,
@@ -37,7 +35,9 @@ from helpers import (
     golden_target,
     token_paths,
 )
-from options import DEMO, GenerateConfig
+from run import generate
+from run.generate import load
+from run.options import DEMO, GenerateConfig
 from scripts import build_datastore
 from scripts.bench.measure import with_config
 from scripts.build_datastore import BuildConfig, suffix_array
@@ -349,7 +349,7 @@ def test_a_benchmark_makes_the_drafter(draft):
 @pytest.mark.usefixtures("traced")
 def test_traced_steps_give_the_same_tokens(monkeypatch, make):
     """Captured as on CUDA."""
-    monkeypatch.setattr("ops.library._cpp_available", [False])
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     torch._dynamo.reset()
     options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2}
     plain = golden_run(RootOnly(), LOOP, PROMPTS[1], **options)

@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backends.backends import TORCH, choose, use_backend
+from backends.cpp.layers import Program, fits, steps_of
+from backends.fusions import FusedLayers, fuse
 from eagle_draft import Eagle3Head, EagleHead
-from fusions import FusedLayers, fuse
+from files.heads import Eagle3, EagleConfig
+from files.weights import weight_names
 from helpers import COMPILER
-from hf.heads import Eagle3, EagleConfig
-from hf.weights import weight_names
 from kv_cache import KVCache, Window, with_slots
 from model import ModelConfig, Transformer, run_layers, windows_of
 from models import registry
@@ -30,9 +32,7 @@ from models.glm4_moe import Glm4Moe
 from models.gpt_oss import GptOss
 from models.lfm2 import Lfm2
 from models.qwen3_5 import Qwen35
-from ops.backends import TORCH, choose, use_backend
-from ops.cpu.layers import Program, fits, steps_of
-from parallel.tp import SumRanks, split_dims, with_sums
+from run.tp import SumRanks, split_dims, with_sums
 from steps import REGISTERS, Add, AddShared, Copy, Project, Rows, Scale, Step, run_steps
 
 SIZES = (64, 3, 4, 2, 16, 96, 50)

@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
-from generate import generate, load, main, stream
-from hf.tokenizer import StopMatcher
-from options import DEMO
-from session import Session
+from files.tokenizer import StopMatcher
+from run.generate import generate, load, main, stream
+from run.options import DEMO
+from run.session import Session
 
 PROMPT = "def read_lines(path):"
 
@@ -25,7 +25,7 @@ def engines():
 @pytest.mark.parametrize("lag", [0, 1])
 def test_drafts_change_nothing_behind_a_stop(engines, lag, monkeypatch):
     """Nor in later turns, whose noise goes on behind the last token that is kept."""
-    monkeypatch.setattr("scheduler.Session", partial(Session, host_lag=lag))
+    monkeypatch.setattr("run.scheduler.Session", partial(Session, host_lag=lag))
     prompts = [[PROMPT, "def g(b):\n", "# "], ["class A:", "\n x"], ["import"]]
     options = {"stop": ["re", "s", "("], "temperature": 1.0, "seed": [1, 2, 3]}
     found, want = (generate(engine, prompts, **options) for engine in engines)

@@ -1,4 +1,4 @@
-"""Laws of the code: ruff, imports, lengths, true names in its text; and what runs without torch or extras/."""
+"""Laws of the code: ruff, imports, lengths, true names in its text; and what runs without torch or drafts/."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import pytest
 
-import generate
 import model
-from base.methods import DRAFTERS
 from helpers import FOLDERS
 from models.registry import ROWS
-from options import DEMO, GenerateConfig
+from run import generate
+from run.methods import DRAFTERS
+from run.options import DEMO, GenerateConfig
 
 ROOT = Path(generate.__file__).parent
 # from the ground up; a module may import its own folder's modules and those of lower floors
@@ -50,8 +50,8 @@ FLOORS = (
 # their __init__ files import nothing
 PACKAGES = {
     "ops",
-    "ops.cpu",
-    "ops.cuda",
+    "backends.cpp",
+    "backends.triton",
     "hf",
     "models",
     "extras",
@@ -62,13 +62,13 @@ PACKAGES = {
 }
 # what an option asks for beside a drafter; the list may only shrink
 EXTRAS_NAMED = {
-    ("load", "extras.auto_trees"),
-    ("load", "extras.grammar"),
-    ("load", "extras.penalties"),
-    ("load", "extras.residual"),
-    ("load", "extras.stand_in"),
-    ("generate", "extras.grammar"),
-    ("generate", "extras.repl"),
+    ("load", "drafts.auto_trees"),
+    ("load", "drafts.grammar"),
+    ("load", "drafts.penalties"),
+    ("load", "drafts.residual"),
+    ("load", "drafts.stand_in"),
+    ("generate", "drafts.grammar"),
+    ("generate", "run.repl"),
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -125,8 +125,8 @@ def arrows() -> dict[str, set[str]]:
     trees = modules()
     found = {name: imports(tree, set(trees)) - {name} for name, tree in trees.items()}
     # the modules of the tables that are imported by name
-    found["hf.config"] |= {f"models.{row.module}" for row in ROWS}
-    found["hf.gguf"] |= {f"models.{row.module}" for row in ROWS}
+    found["files.config"] |= {f"models.{row.module}" for row in ROWS}
+    found["files.gguf"] |= {f"models.{row.module}" for row in ROWS}
     found["load"] |= {spec.module for spec in DRAFTERS.values()}
     found["load"] |= {spec.extended for spec in DRAFTERS.values() if spec.extended}
     return found
@@ -327,7 +327,7 @@ def test_extras_can_be_deleted(tmp_path):
     runs = [["--draft", "none"], ["--tree", "dynamic"], []]
     refused = [["--draft", "ngram"], ["--tree", "auto"], ["--draft", "none", "--interactive"]]
     code = f"""
-import generate
+from run import generate
 for argv in {runs + refused}:
     try:
         generate.main({common} + argv)
@@ -343,7 +343,7 @@ for argv in {runs + refused}:
     for flag, line in zip(
         ("--draft ngram", "--tree auto", "--interactive"), (first, second, third)
     ):
-        assert f"{flag} is in the folder extras/, which is not here; restore it" in line
+        assert f"{flag} is in the folder drafts/, which is not here; restore it" in line
     size = (len(lines) - 3) // len(runs)
     vanilla, *drafted = (lines[i * size : (i + 1) * size] for i in range(len(runs)))
     assert all(each == vanilla for each in drafted) and len("".join(vanilla)) > 30

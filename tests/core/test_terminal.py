@@ -1,4 +1,4 @@
-"""Keys that are typed ahead, and lines that break at words (cli/terminal.py)."""
+"""Keys that are typed ahead, and lines that break at words (run/terminal.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.terminal import Typed, Wrapped, first_typed
-from extras.history import History
+from run.history import History
+from run.terminal import Typed, Wrapped, first_typed
 
 
 @pytest.mark.parametrize(

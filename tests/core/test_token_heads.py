@@ -19,13 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sampling
-from base.head_kinds import head_kind
-from base.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
-from extras import hydra_draft, medusa_draft
-from extras.residual import sample_children
-from generate import load
+from drafts import hydra_draft, medusa_draft
+from drafts.residual import sample_children
+from files.checkpoint import Quantization
+from files.head_kinds import head_kind
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -34,9 +33,10 @@ from helpers import (
     slow,
     token_paths,
 )
-from hf.checkpoint import Quantization
-from options import GenerateConfig
 from quantize import quantize_directory
+from run.generate import load
+from run.options import GenerateConfig
+from run.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
 from sampling import Sampling, SamplingTensors
 
 TARGET = GOLDEN / "models/target_llama_mha"

@@ -22,21 +22,19 @@ from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
 import decode
-import generate
-import stats
-from base.parsing import one_line_errors
-from base.rank import Rank
+from backends.backends import TORCH
 from decode import Engine
+from files.checkpoint import Codes, Quantization, scale_name
+from files.config import config_from, open_source
+from files.weights import export_weights, load_model, weight_names
 from helpers import GOLDEN, PROMPTS
-from hf.checkpoint import Codes, Quantization, scale_name
-from hf.config import config_from, open_source
-from hf.weights import export_weights, load_model, weight_names
 from model import Transformer
-from ops.backends import TORCH
-from options import DEMO, GenerateConfig
-from parallel import ranks, tp
-from parallel.tp import ShardedFiles
 from quantize import quantize_directory
+from run import generate, ranks, stats, tp
+from run.options import DEMO, GenerateConfig
+from run.parsing import one_line_errors
+from run.rank import Rank
+from run.tp import ShardedFiles
 from sampling import Sampling, SamplingMode, SamplingTensors
 from tp_cases import features
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import ops.attention
-import ops.cuda.backend
-import ops.cuda.layout
-import ops.library
-import ops.tree
-import ops.weight
+import backends.attention
+import backends.library
+import backends.tree
+import backends.triton.backend
+import backends.triton.layout
+import backends.weight
+import reference as torch_backend
+from backends.backends import TORCH, choose
+from backends.weight import join_zeros, split_zeros
 from helpers import COMPILER, quantized
-from ops import torch_backend
-from ops.backends import TORCH, choose
-from ops.torch_backend import visible_slots
-from ops.weight import join_zeros, split_zeros
+from reference import visible_slots
 
 OURS = choose(torch.device("cpu"))
 E = 16  # head dim
@@ -122,8 +122,8 @@ def test_sinks_are_a_further_key_without_a_value(heads, batch, rows, dtype):
     for attend in (
         torch_backend.attention,
         OURS.attention,
-        ops.attention.attention,
-        ops.attention._tree_attention_masked,
+        backends.attention.attention,
+        backends.attention._tree_attention_masked,
     ):
         close(attend(*args, sinks=sinks), want)
     without = torch.full_like(sinks, -float("inf"))
@@ -159,7 +159,7 @@ def test_the_rule_without_triton_on_this_device():
     """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
         args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
-        close(ops.attention._tree_attention_masked(*args), torch_backend.attention(*args))
+        close(backends.attention._tree_attention_masked(*args), torch_backend.attention(*args))
 
 
 # ------------------------------------------------------------------------------------------ capture
@@ -206,12 +206,12 @@ def test_one_graph_for_every_start(backend):
 
 def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
-    ops.library._triton_is_installed.cache_clear()
+    backends.library._triton_is_installed.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
-        close(ops.attention._tree_attention_cuda(*args), torch_backend.attention(*args))
+        close(backends.attention._tree_attention_cuda(*args), torch_backend.attention(*args))
     assert choose(torch.device("cuda")) == TORCH
-    ops.library._triton_is_installed.cache_clear()
+    backends.library._triton_is_installed.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
 
 
@@ -282,8 +282,8 @@ def test_level_registration(count, places):
     args = level_inputs(count, torch.randperm(90)[:40], places)
     check_registration("grow_level", *args)
     logits, sharpness, ids, values, seen, places, k, count, slot = args
-    level = ops.tree.Level(k, count, first_slot=slot, fixed_children=places)
-    children = ops.tree.Scores(logits, sharpness, ids).best(k, torch_backend.topk)
+    level = backends.tree.Level(k, count, first_slot=slot, fixed_children=places)
+    children = backends.tree.Scores(logits, sharpness, ids).best(k, torch_backend.topk)
     want = torch_backend.expand(children, values, seen, level)
     got = torch.ops.gpt_eagle.grow_level(*args)
     assert all(map(torch.equal, got, want)) and got[2].shape[1] == count
@@ -304,8 +304,13 @@ SHAPES = [(1, 1), (3, 256), (5, 257), (64, 512), (70, 1000)]
 def test_packed_weights_come_back(N, K):
     g = torch.Generator().manual_seed(0)
     for top, bottom, pack, unpack in (
-        (7, -8, ops.cuda.layout.pack_int4_planes, ops.cuda.layout.unpack_int4_planes),
-        (127, -127, ops.cuda.layout.pack_int8_planes, ops.cuda.layout.unpack_int8_planes),
+        (7, -8, backends.triton.layout.pack_int4_planes, backends.triton.layout.unpack_int4_planes),
+        (
+            127,
+            -127,
+            backends.triton.layout.pack_int8_planes,
+            backends.triton.layout.unpack_int8_planes,
+        ),
     ):
         codes = torch.randint(bottom, top + 1, (N, K), generator=g, dtype=torch.int8)
         codes.view(-1)[0], codes.view(-1)[-1] = bottom, top
@@ -313,7 +318,7 @@ def test_packed_weights_come_back(N, K):
         assert packed.dtype == torch.int16 and packed.is_contiguous()
         assert torch.equal(unpack(packed, N, K), codes) and unpack(packed, N, K).dtype == torch.int8
         planes = 2 if top == 127 else 4
-        block = planes * ops.cuda.layout.COLUMNS
+        block = planes * backends.triton.layout.COLUMNS
         assert packed.numel() * planes < N * (K + block), "less than a block of padding"
 
 
@@ -323,10 +328,10 @@ def test_packed_scales_come_back(group):
         scale = torch.rand(N, K // group)
         with_zeros = join_zeros(scale.half(), torch.randint_like(scale, -8, 9).to(torch.int8))
         for kept, words in ((scale.bfloat16(), 128 // group), (with_zeros, 256 // group)):
-            packed = ops.cuda.layout.pack_scales(kept, group)
+            packed = backends.triton.layout.pack_scales(kept, group)
             assert packed.shape == (-(-K // 256), N, words)
-            assert ops.cuda.layout.group_of(packed) == group
-            back = ops.cuda.layout.unpack_scales(packed, K)
+            assert backends.triton.layout.group_of(packed) == group
+            back = backends.triton.layout.unpack_scales(packed, K)
             assert back.dtype == kept.dtype and torch.equal(back, kept)
 
 
@@ -347,10 +352,10 @@ def test_a_scale_and_a_zero_point_in_a_word():
 def test_the_layout_is_the_documented_one():
     codes = torch.zeros(3, 600, dtype=torch.int8)
     codes[2, 256 + 2 * 64 + 5] = -3  # block 1, plane 2, column 5
-    word = int(ops.cuda.layout.pack_int4_planes(codes)[1, 2, 5]) & 0xFFFF
+    word = int(backends.triton.layout.pack_int4_planes(codes)[1, 2, 5]) & 0xFFFF
     assert word == 0x8588  # codes + 8 in nibbles: 8 for 0, 5 for -3
     codes[2, 4 * 128 + 64 + 7] = -3  # int8: block 4, plane 1, column 7
-    word = int(ops.cuda.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF
+    word = int(backends.triton.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF
     assert word == 0xFD00  # two's complement
 
 
@@ -358,12 +363,12 @@ def test_high_bits_lie_behind_the_planes():
     codes = torch.zeros(3, 512, dtype=torch.uint8)
     k = 256 + 2 * 64 + 37  # block 1, plane 2, column 37
     codes[2, k] = 0b11_0101
-    row = ops.cuda.layout.pack_block_codes(codes, 6)[1, 2]
+    row = backends.triton.layout.pack_block_codes(codes, 6)[1, 2]
     assert row.shape == (64 + 32,) and row[37] == 0b0101 << 8
     assert row[64:].view(torch.uint8).nonzero().tolist() == [[37]]
     assert row[64:].view(torch.uint8)[37] == 0b11 << 4
     codes[2, k] = 0b1_0101
-    row = ops.cuda.layout.pack_block_codes(codes, 5)[1, 2]
+    row = backends.triton.layout.pack_block_codes(codes, 5)[1, 2]
     assert row.shape == (64 + 16,) and row[37] == 0b0101 << 8
     assert row[64:].view(torch.uint8).nonzero().tolist() == [[37 - 32]]
     assert row[64:].view(torch.uint8)[37 - 32] == 1 << (4 + 2)
@@ -374,11 +379,11 @@ def test_the_references_are_products_with_the_weights(form):
     N, K = 6, 384
     weights = quantized(form, N, K)
     if form == "int8":
-        codes = ops.cuda.layout.unpack_int8_planes(weights.packed, N, K)
+        codes = backends.triton.layout.unpack_int8_planes(weights.packed, N, K)
         w = codes.double() * weights.scale.double()[:, None]
     else:
-        codes = ops.cuda.layout.unpack_int4_planes(weights.packed, N, K)
-        scale = ops.cuda.layout.unpack_scales(weights.scale, K)
+        codes = backends.triton.layout.unpack_int4_planes(weights.packed, N, K)
+        scale = backends.triton.layout.unpack_scales(weights.scale, K)
         zero = (scale & 31) - 8 if scale.dtype == torch.int32 else torch.zeros_like(scale)
         scale = (scale - zero - 8).view(torch.float32) if scale.dtype == torch.int32 else scale
         groups = torch.arange(K) // weights.group
@@ -403,6 +408,6 @@ def test_weights_of_another_layer_or_format_are_refused():
     with pytest.raises(ValueError, match=says):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
-        ops.weight.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
+        backends.weight.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
     with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
-        ops.weight.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
+        backends.weight.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))

@@ -34,7 +34,11 @@ from test_kernels_cpu import (
 )
 from torch import Tensor
 
-import ops.cpu.build
+import backends.cpp.build
+from backends.library import tiles_in_use
+from backends.weight import blocks_reference, round_activations, rounding_of_blocks, stack
+from files.gguf_blocks import Blocks, Numbers
+from files.stacks import decode
 from helpers import (
     BLOCK_KINDS,
     gguf_blocks,
@@ -44,13 +48,9 @@ from helpers import (
     set_halves,
     weight_of_blocks,
 )
-from hf.gguf_blocks import Blocks, Numbers
-from hf.stacks import decode
 from linear import Embedding
-from ops.library import tiles_in_use
-from ops.weight import blocks_reference, round_activations, rounding_of_blocks, stack
 
-MISSING = ops.cpu.build.load_operators()
+MISSING = backends.cpp.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 FILE = Path("m.gguf")
 N = 77  # two strips and a part of one

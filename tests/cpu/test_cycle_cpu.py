@@ -9,20 +9,20 @@ import pytest
 import torch
 from test_layers_cpu import HEADS, drafter_of, model
 
-from base.tree_paths import EAGLE1_PATHS
+from backends.library import has_cpu_operators
 from decode import Engine
 from draft_tree import DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
+from drafts.auto_trees import with_smaller_trees
+from drafts.model_draft import ModelDrafter
+from drafts.ngram_draft import Ngram, NgramDrafter
 from eagle_draft import EagleDrafter
-from extras.auto_trees import with_smaller_trees
-from extras.model_draft import ModelDrafter
-from extras.ngram_draft import Ngram, NgramDrafter
-from generate import generate
 from helpers import Operators, decode, engine_for, slow
 from model import Transformer
-from ops.library import has_cpu_operators
+from run.generate import generate
+from run.session import Session
+from run.tree_paths import EAGLE1_PATHS
 from sampling import Sampling
-from session import Session
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 

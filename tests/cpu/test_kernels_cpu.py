@@ -23,18 +23,18 @@ from test_attention import check_registration
 from test_builds import OTHERS  # the same source for other processors
 from torch import Tensor
 
-import ops.attention
-import ops.cpu.build
-import ops.cpu.layout
-import ops.experts
-import ops.linear
-import ops.weight
+import backends.attention
+import backends.cpp.build
+import backends.cpp.layout
+import backends.experts
+import backends.linear
+import backends.weight
+import reference as torch_backend
+from backends.backends import TORCH, choose
+from backends.formats import FORMATS
+from backends.library import tiles_in_use
+from backends.weight import BLOCK8, join_zeros
 from helpers import slow, with_head_norms
-from ops import torch_backend
-from ops.backends import TORCH, choose
-from ops.formats import FORMATS
-from ops.library import tiles_in_use
-from ops.weight import BLOCK8, join_zeros
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
@@ -42,7 +42,7 @@ KINDS = [
     ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("int8", 64), ("int4", 64, "zeros"),
     ("int8", 64, "zeros"),
 ]  # fmt: skip
-MISSING = ops.cpu.build.load_operators()
+MISSING = backends.cpp.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 
 
@@ -68,7 +68,7 @@ class Case:
         self.codes, self.scale = codes, scale
         self.weight = form.decode(codes, scale)  # [N, K] fp32
         self.half = {"int4": 8, "int8": 128}[kind[0]]
-        packed = ops.weight.pack(kind[0], codes, scale)
+        packed = backends.weight.pack(kind[0], codes, scale)
         self.packed, self.table = packed.data, packed.table
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
@@ -77,8 +77,8 @@ class Case:
 
     def reference(self, x: Tensor) -> Tensor:
         if self.group:
-            return ops.weight.grouped_reference(x, self.codes, self.scale, self.half)
-        return ops.weight.w8a8_reference(x, self.codes, self.scale)
+            return backends.weight.grouped_reference(x, self.codes, self.scale, self.half)
+        return backends.weight.w8a8_reference(x, self.codes, self.scale)
 
     def blocks(self, t: Tensor) -> Tensor:  # [R, K] -> [R, B, block]
         return F.pad(t, (0, -t.shape[1] % self.block)).unflatten(1, (-1, self.block))
@@ -103,7 +103,7 @@ class Case:
 
 def rounding_steps(x: Tensor, block: int, *farthest: int) -> Tensor:
     """The steps of the codes of activations, [M, B]: codes of 8 bits are multiples of 128."""
-    codes, scales = ops.weight.round_activations(x, block, *farthest)
+    codes, scales = backends.weight.round_activations(x, block, *farthest)
     return (scales * torch.where((codes % 128 == 0).all(-1, keepdim=True), 128, 1)).squeeze(-1)
 
 
@@ -349,7 +349,7 @@ def test_int8_of_any_length(k):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
-    codes, scale = ops.weight.unpack(ops.weight.pack(kind[0], case.codes, case.scale))
+    codes, scale = backends.weight.unpack(backends.weight.pack(kind[0], case.codes, case.scale))
     assert torch.equal(scale, case.scale)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)
@@ -397,7 +397,7 @@ def test_registration(kind, dtype):
 def built(march: str) -> str:
     """Build and load the operators of another processor. Returns: their namespace."""
     namespace = "gpt_eagle_" + march.replace("-", "_")
-    ops.cpu.build.register(namespace, ops.cpu.build.build(march))
+    backends.cpp.build.register(namespace, backends.cpp.build.build(march))
     return namespace
 
 
@@ -448,7 +448,7 @@ def test_bf16_product(shape):
     weight, bias = weights_bf16(*shape), random(shape[0]).bfloat16()
     x = random(70, shape[1], seed=1).bfloat16()
     y = linear(x, weight)
-    assert torch.equal(y, ops.linear.linear_bf16_reference(x, weight))
+    assert torch.equal(y, backends.linear.linear_bf16_reference(x, weight))
     sizes = x.double().abs() @ weight.double().abs().T
     most = shape[1] * U * (1 + 1e-3) * sizes  # a rounding per product
     assert_within(y, x.double() @ weight.double().T, most)
@@ -530,7 +530,7 @@ def check_bf16_edges(reference: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 
 def test_bf16_numbers_at_the_edges():
-    check_bf16_edges(ops.linear.linear_bf16_reference)
+    check_bf16_edges(backends.linear.linear_bf16_reference)
     largest = torch.full((1, 2), torch.finfo(torch.bfloat16).max).bfloat16()
     assert linear(largest, largest).item() == float("inf")
 
@@ -584,7 +584,7 @@ def test_linear_layers_of_the_backends(monkeypatch):
     experts, routing = torch.stack((weight, weight * 2)), torch.tensor([0, 1, 0, 0, 1])
     chosen = backend.experts_linear(x, experts, routing)
     assert torch.equal(chosen[[0, 2, 3]], backend.linear(x[[0, 2, 3]], weight))
-    monkeypatch.setattr("ops.library._cpp_available", [False])
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     backend = choose(x.device)
     theirs = F.linear(x, weight, bias)
     assert torch.equal(backend.linear(x, weight, bias), theirs)
@@ -642,7 +642,7 @@ def test_operators_refuse_inputs_that_need_gradients(compiled):
     for name in inputs:
         given = inputs | {name: inputs[name].clone().requires_grad_()}
         with pytest.raises(RuntimeError, match="gpt_eagle::tree_attention has no gradients"):
-            ops.attention.attention(*given.values(), *window)
+            backends.attention.attention(*given.values(), *window)
     buffers = [random(1, 1, 4, 4), random(1, 1, 4, 4).requires_grad_() * 1]
     with pytest.raises(RuntimeError, match="gpt_eagle::move_rows has no gradients"):
         torch.ops.gpt_eagle.move_rows(buffers, window[0], torch.zeros(1, 1, dtype=torch.long))

@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference as torch_backend
+from backends.backends import choose, use_backend
+from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
+from backends.formats import FORMATS, Int4
+from backends.tree import Frontier
+from backends.weight import stack
 from draft_tree import StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
+from files.heads import Eagle3, EagleConfig
 from helpers import decode, engine_for
-from hf.heads import Eagle3, EagleConfig
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import ModelConfig, Transformer, run_layers
-from ops import torch_backend
-from ops.backends import choose, use_backend
-from ops.cpu.layers import FusedHead, FusedModel, fits, steps_of
-from ops.formats import FORMATS, Int4
-from ops.tree import Frontier
-from ops.weight import stack
-from parallel.tp import SumRanks
+from run.tp import SumRanks
 from steps import HeadNorm, Router
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))

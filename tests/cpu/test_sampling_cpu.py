@@ -12,8 +12,8 @@ import torch
 
 import helpers
 import sampling
-from ops.backends import TORCH, choose
-from ops.library import has_cpu_operators
+from backends.backends import TORCH, choose
+from backends.library import has_cpu_operators
 from runtime import compiled
 from sampling import Sampling, SamplingTensors
 

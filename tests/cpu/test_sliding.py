@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import ops.attention
+import backends.attention
+import reference as torch_backend
+from backends.backends import choose
+from backends.library import has_cpu_operators
 from kv_cache import Window, causal_window, sliding
-from ops import torch_backend
-from ops.backends import choose
-from ops.library import has_cpu_operators
 from windows import KINDS, SIZES, Step, expected, random_step
 
 CASES = [((6, 2), 64), ((4, 4), 16), ((4, 1), 256)]  # heads, their width
@@ -74,7 +74,7 @@ def test_attention_over_the_last_tokens(kind, heads, E):
                 for attend in (
                     OURS.attention,
                     torch.ops.gpt_eagle.tree_attention,
-                    ops.attention._tree_attention_masked,
+                    backends.attention._tree_attention_masked,
                     torch_backend.attention,
                 ):
                     torch.testing.assert_close(attend(*given), want, atol=1e-5, rtol=1e-5)

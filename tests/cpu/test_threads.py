@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from extras.residual import residual_accept
-from generate import generate, load
-from ops.library import has_cpu_operators, single_torch_thread
-from session import run_step
+from backends.library import has_cpu_operators, single_torch_thread
+from drafts.residual import residual_accept
+from run.generate import generate, load
+from run.session import run_step
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
@@ -61,7 +61,7 @@ def test_cycles_leave_our_loops_the_cores(monkeypatch, compiled, threads):
         seen.append(torch.get_num_threads())
         return residual_accept(*arguments)
 
-    monkeypatch.setattr("extras.residual.residual_accept", counted)
+    monkeypatch.setattr("drafts.residual.residual_accept", counted)
     options = {"draft": "eagle", "tree": "chain", "accept": "residual", "temperature": 1.0}
     options |= {"checkpoint": str(DEMO), "head": f"{DEMO}-eagle", "device": "cpu"}
     try:
@@ -104,7 +104,7 @@ def test_no_loop_waits_for_a_thread_that_does_not_run():
     """More threads than processors: an OpenMP team would take a time slice for every loop."""
     program = """
 import os, sys, time, torch
-from ops.library import has_cpu_operators
+from backends.library import has_cpu_operators
 assert has_cpu_operators()
 x, w = torch.randn(4, 256).bfloat16(), torch.randn(4096, 256).bfloat16()
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])

@@ -1,4 +1,4 @@
-"""Matmuls on AMX tiles (ops/cpu/amx.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
+"""Matmuls on AMX tiles (backends/cpp/amx.h), by emulation and on the hardware, and the choice of the unit (tiles.py).
 
 The hardware is tested where it is in use. GPT_EAGLE_TILES=hardware tests it where the check at the start fails.
 """
@@ -29,22 +29,22 @@ from test_kernels_cpu import (
 )
 from torch import Tensor
 
-import ops.cpu.build
+import backends.cpp.build
+from backends import switches
+from backends.cpp.tiles import Operands, choose, fault_of_hardware, matmuls
+from backends.library import tiles_in_use
+from backends.linear import linear_bf16_reference, linear_tiles_reference
 from helpers import BLOCK_KINDS, packed_blocks, random_blocks
-from ops import switches
-from ops.cpu.tiles import Operands, choose, fault_of_hardware, matmuls
-from ops.library import tiles_in_use
-from ops.linear import linear_bf16_reference, linear_tiles_reference
 
-ROOT = Path(ops.cpu.build.__file__).parents[2]
-MISSING = ops.cpu.build.load_operators()
+ROOT = Path(backends.cpp.build.__file__).parents[2]
+MISSING = backends.cpp.build.load_operators()
 CHOSEN = tiles_in_use()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 ROWS = (1, 3, 8, 16, 17, 33)
 NO_TILES = _no_tiles  # a fixture of all tests here, too
 # a build for AVX2 alone multiplies int8 in 16 bits, and never on tiles
 NATIVE = os.environ.get("GPT_EAGLE_MARCH", "") in ("", "native")
-IN_8_BITS = NATIVE and {"avx512_vnni", "avx_vnni"} & set(ops.cpu.build.processor().split())
+IN_8_BITS = NATIVE and {"avx512_vnni", "avx_vnni"} & set(backends.cpp.build.processor().split())
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def refuse_tiles() -> None:
 
 
 @pytest.mark.skipif(
-    "amx_tile" not in ops.cpu.build.processor().split(), reason="this processor has no tiles"
+    "amx_tile" not in backends.cpp.build.processor().split(), reason="this processor has no tiles"
 )
 def test_a_refused_permission_leaves_the_other_kernels():
     says = child(
@@ -347,7 +347,7 @@ class Machine:
 )
 def test_tiles_are_used_where_they_are_right(monkeypatch, capfd, hardware, unit, says):
     Machine(monkeypatch, hardware)
-    monkeypatch.setattr("ops.cpu.tiles.LIMIT_S", 0.5 if hardware == "hangs" else 60)
+    monkeypatch.setattr("backends.cpp.tiles.LIMIT_S", 0.5 if hardware == "hangs" else 60)
     with torch.device("meta"):  # as where a model is built
         choose()
     assert tiles_in_use() == unit
@@ -369,7 +369,7 @@ def test_a_wrong_bit_of_every_kind_of_matmul_is_seen(monkeypatch, number):
             results[number].view(torch.int32)[-1, -1] ^= 1
         return results
 
-    monkeypatch.setattr("ops.cpu.tiles.matmuls", wrong)
+    monkeypatch.setattr("backends.cpp.tiles.matmuls", wrong)
     assert fault_of_hardware() == "their results are not those of the emulation"
 
 

@@ -17,19 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference as torch_backend
+from backends.backends import TORCH, choose
+from backends.library import has_cpu_operators
+from backends.tree import Accepted, Candidates, Frontier, Level, Scores
 from decode import DecodeState, advance
 from draft_tree import DecodedTokens, build_tree
 from drafters import DrafterUpdate, RootOnly
-from extras.deferred import MAX_KEPT, LazyState, RestingDrafter
-from extras.kept_texts import PastTexts
-from extras.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
-from extras.ngram_estimates import DEPTHS, RATES, Rates
+from drafts.deferred import MAX_KEPT, LazyState, RestingDrafter
+from drafts.kept_texts import PastTexts
+from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
+from drafts.ngram_estimates import DEPTHS, RATES, Rates
 from helpers import no_candidates, not_refused
-from observer import REPORT
-from ops import torch_backend
-from ops.backends import TORCH, choose
-from ops.library import has_cpu_operators
-from ops.tree import Accepted, Candidates, Frontier, Level, Scores
+from run.observer import REPORT
 from runtime import replace_fields
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
@@ -403,8 +403,8 @@ def test_lookup(batch, ngram):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_what_became_of_lookups(monkeypatch, batch, rates):
     """Pass by pass, by random outcomes, with a store and without one."""
-    monkeypatch.setattr("extras.ngram_estimates.RATES", rates)
-    monkeypatch.setattr("extras.ngram_draft.RATES", rates)
+    monkeypatch.setattr("drafts.ngram_estimates.RATES", rates)
+    monkeypatch.setattr("drafts.ngram_draft.RATES", rates)
     torch.manual_seed(batch)
     for vocab, size, (tokens, branches, longest) in itertools.product(
         (1, 2, 4), (3, 12, 40), ((1, 1, 1), (3, 4, 2), (10, 4, 6))

@@ -1,4 +1,4 @@
-// The kernel of ops/cuda/int4.cu on a CPU, block after block, for test_int4.py.
+// The kernel of backends/triton/int4.cu on a CPU, block after block, for test_int4.py.
 #include "emulator.h"
 
 #include "int4.cu"

@@ -13,9 +13,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
-import ops.cuda.attention  # noqa: E402
-import ops.cuda.topk  # noqa: E402
-import ops.cuda.tree  # noqa: E402
+import backends.triton.attention  # noqa: E402
+import backends.triton.topk  # noqa: E402
+import backends.triton.tree  # noqa: E402
+from backends.triton.launch import SPLIT_TOKENS, TARGETS  # noqa: E402
 from compiled_kernels import (  # noqa: E402
     CycleCase,
     compile_for,
@@ -25,7 +26,6 @@ from compiled_kernels import (  # noqa: E402
     resources,
 )
 from helpers import slow  # noqa: E402
-from ops.cuda.launch import SPLIT_TOKENS, TARGETS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("_fresh_cache")
 
@@ -53,8 +53,8 @@ def check(case: CycleCase) -> None:
     CycleCase("90", "add_norm", "fp16"),
     CycleCase("90", "normed_rotary", "fp16", E=80),  # Qwen3's
     CycleCase("90", "add_unscaled"),
-    CycleCase("90", "row", k=ops.cuda.topk.MOST, V=256 * 1024),  # the largest that is thought of
-    CycleCase("90", "level", k=ops.cuda.topk.MOST, V=256 * 1024),
+    CycleCase("90", "row", k=backends.triton.topk.MOST, V=256 * 1024),  # the largest that is thought of
+    CycleCase("90", "level", k=backends.triton.topk.MOST, V=256 * 1024),
     CycleCase("80", "best_nodes", V=510),
     CycleCase("90", "link_nodes", V=510, T=64),
     CycleCase("90", "lists"),  # of experts
@@ -70,7 +70,7 @@ def check(case: CycleCase) -> None:
         *[CycleCase("89", "attention", E=512, heads=8, kv_heads=2, T=T) for T in (1, 60, 256)],  # Gemma 4's
         CycleCase("90", "compact", "fp32", E=256, T=64),  # the most
         CycleCase("80", "compact", E=16, T=1),
-        CycleCase("90", "best_nodes", V=ops.cuda.tree.MOST),
+        CycleCase("90", "best_nodes", V=backends.triton.tree.MOST),
     ]),
 ])  # fmt: skip
 def test_compiled(case):
@@ -147,24 +147,28 @@ def test_compiled_all():
 
 def test_every_slot_has_a_block():
     """As many chunks are launched as the longest prefix takes: 16 of 256 slots, 8 of 512, 8 of 1,024 ..."""
-    CHUNK = ops.cuda.attention.CHUNK
+    CHUNK = backends.triton.attention.CHUNK
     ends = [CHUNK * i for i in range(1, 17)]
     for doubled in range(1, 6):
         ends += [ends[-1] + (CHUNK << doubled) * i for i in range(1, 9)]
     for S in (1, 100, 256, 257, 1000, 4095, 4096, 4097, 5000, 8192, 8193, 40000, 131072):
         want = next(n for n, end in enumerate(ends, 1) if end >= S)
-        assert ops.cuda.attention.splits_of(S) == want, S
+        assert backends.triton.attention.splits_of(S) == want, S
 
 
 def test_no_chunk_is_cut_within_a_tile():
     for E, dtype in itertools.product((16, 64, 80, 128, 256), (torch.bfloat16, torch.float32)):
-        assert ops.cuda.attention.CHUNK % ops.cuda.attention.plan_attention(E, dtype).tile == 0
+        assert (
+            backends.triton.attention.CHUNK
+            % backends.triton.attention.plan_attention(E, dtype).tile
+            == 0
+        )
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 40])
 def test_every_token_has_a_block_that_gathers_its_path(group):
     """As many blocks are launched as the tokens take whose rows lie in one block, some of them in part."""
-    ROWS = ops.cuda.attention.ROWS
+    ROWS = backends.triton.attention.ROWS
     for T, tokens in itertools.product((1, 2, 5, 33, SPLIT_TOKENS), (1, 2, 4)):
         spans = [
             min(first + ROWS, T * group) - 1 for first in range(0, T * group, ROWS)
@@ -173,12 +177,12 @@ def test_every_token_has_a_block_that_gathers_its_path(group):
             triton.cdiv(last // group - first // group + 1, tokens)
             for first, last in zip(range(0, T * group, ROWS), spans)
         )
-        assert needed <= ops.cuda.attention.gathering_blocks(T, group, tokens) <= needed + 1
+        assert needed <= backends.triton.attention.gathering_blocks(T, group, tokens) <= needed + 1
 
 
 def test_the_rows_of_a_level_fit_a_tile():
     for V, R, rows in ((2049, 10, 16), (32000, 10, 16), (256 * 1024, 64, 16), (10**7, 64, 1)):
-        blocks = triton.cdiv(V, ops.cuda.topk.BLOCK)
-        tiles = ops.cuda.topk.tiles_of_level(R, blocks, 10, 7, 50)
+        blocks = triton.cdiv(V, backends.triton.topk.BLOCK)
+        tiles = backends.triton.topk.tiles_of_level(R, blocks, 10, 7, 50)
         assert (tiles["ROWS"], tiles["FRONT"], tiles["SLOTS"]) == (rows, 8, 64)
         assert tiles["BLOCKS"] >= blocks

@@ -11,17 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
-import ops.cuda.layout  # noqa: E402
-import ops.experts  # noqa: E402
+import backends.experts  # noqa: E402
+import backends.triton.layout  # noqa: E402
+from backends.backends import choose, use_backend  # noqa: E402
+from backends.formats import FORMATS  # noqa: E402
+from backends.triton.experts import most_tiles, plan_experts  # noqa: E402
+from backends.triton.launch import TARGETS  # noqa: E402
+from backends.weight import stack  # noqa: E402
 from compiled_kernels import Case, expert_cases  # noqa: E402
 from helpers import Mixture, Operators, check_product_fits, planes_of_cuda, slow  # noqa: E402
 from linear import Linear  # noqa: E402
 from model import ModelConfig  # noqa: E402
-from ops.backends import choose, use_backend  # noqa: E402
-from ops.cuda.experts import most_tiles, plan_experts  # noqa: E402
-from ops.cuda.launch import TARGETS  # noqa: E402
-from ops.formats import FORMATS  # noqa: E402
-from ops.weight import stack  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
 
@@ -55,7 +55,7 @@ def test_compiled_all(_fresh_cache):
 def test_lists():
     """The lists of the operator's reference."""
     expert = torch.tensor([3, 0, 3, 3, 5, 0])
-    lists = ops.experts.expert_lists(expert, 6)
+    lists = backends.experts.expert_lists(expert, 6)
     assert lists.tolist() == [0, 2, 2, 2, 5, 5, 6] + [1, 5, 0, 2, 3, 4]
     torch.library.opcheck(torch.ops.gpt_eagle.expert_lists.default, (expert, 6))
 
@@ -117,7 +117,7 @@ def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
         4,
         2 if format == "int4" else 4,
         64,
-        ops.cuda.layout.COLUMNS,
+        backends.triton.layout.COLUMNS,
     )  # [E, blocks, N, words]
 
 

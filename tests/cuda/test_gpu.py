@@ -16,24 +16,29 @@ from pathlib import Path
 import pytest
 import torch
 
+import backends.epilogues
+import backends.experts
+import backends.linear
+import backends.tree
+import backends.triton.backend
+import backends.weight
 import lost_device
-import ops.cuda.backend
-import ops.epilogues
-import ops.experts
-import ops.linear
-import ops.tree
-import ops.weight
+import reference as torch_backend
 import sampling
 import windows
-from base.tree_paths import EAGLE1_PATHS
+from backends.backends import choose, use_backend
+from backends.epilogues import LazyMatmul, UnnormalizedRows
+from backends.triton import int4
+from backends.triton.layout import BLOCK_FORMS, SUPER
 from decode import Engine, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
+from drafts.auto_trees import with_smaller_trees
+from drafts.autosize import Autosizer, AutoTrees
 from eagle_draft import EagleDrafter, load_head
-from extras.auto_trees import with_smaller_trees
-from extras.autosize import Autosizer, AutoTrees
-from generate import generate, load
+from files.config import read_config
+from files.weights import load_model
 from helpers import (
     GOLDEN,
     Mixture,
@@ -44,20 +49,15 @@ from helpers import (
     share_that_differs,
     with_head_norms,
 )
-from hf.config import read_config
-from hf.weights import load_model
 from kv_cache import KVCache, sliding
-from load import warm_up
 from model import ModelConfig, RotaryEmbeddings, Transformer
-from ops import torch_backend
-from ops.backends import choose, use_backend
-from ops.cuda import int4
-from ops.cuda.layout import BLOCK_FORMS, SUPER
-from ops.epilogues import LazyMatmul, UnnormalizedRows
-from options import DEMO, GenerateConfig
+from run.generate import generate, load
+from run.load import warm_up
+from run.options import DEMO, GenerateConfig
+from run.session import Session
+from run.tree_paths import EAGLE1_PATHS
 from runtime import WARM_UPS
 from scripts.train import train_eagle
-from session import Session
 
 pytestmark = [
     pytest.mark.gpu,
@@ -337,7 +337,7 @@ def test_compaction(dtype, kv_heads, E):
             start = torch.randint(700 - 64, (batch,), device="cuda")
             path = random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
-            ops.cuda.backend.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            backends.triton.backend.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
 
 
@@ -374,7 +374,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # as after top-p
     scores[0, 4] = float("-inf")
-    values, index, total = ops.cuda.backend.topk(scores, k)
+    values, index, total = backends.triton.backend.topk(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     if k <= 64:
@@ -383,7 +383,7 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.testing.assert_close(
         total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
     )
-    assert torch.equal(ops.cuda.backend.best(scores, None, None), order[..., 0])
+    assert torch.equal(backends.triton.backend.best(scores, None, None), order[..., 0])
 
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])
@@ -401,10 +401,10 @@ def test_grow_level(poisoned, V, k):
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
     assert k > 64 or torch.equal(tokens, ids[index[..., :k]].flatten(1))
     torch.testing.assert_close(values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
-    children = ops.tree.Children(tokens.view(B, R, k), values.view(B, R, k))
+    children = backends.tree.Children(tokens.view(B, R, k), values.view(B, R, k))
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
     got = operator(logits, 1.25, ids, values, seen, None, k, count, 3)
-    level = ops.tree.Level(k, count, first_slot=3)
+    level = backends.tree.Level(k, count, first_slot=3)
     assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
 
 
@@ -480,8 +480,10 @@ def test_int4_in_cuda(form):
     layers = []
     for N, K in ((4096, 11008), (11008, 4096)):
         weights = quantized(form, N, K, "cuda")
-        codes = ops.cuda.layout.unpack_int4_planes(weights.packed, N, K)
-        layers.append(int4.pack_fragments(codes, ops.cuda.layout.unpack_scales(weights.scale, K)))
+        codes = backends.triton.layout.unpack_int4_planes(weights.packed, N, K)
+        layers.append(
+            int4.pack_fragments(codes, backends.triton.layout.unpack_scales(weights.scale, K))
+        )
         x = torch.randn(64, K, device="cuda").bfloat16()
         whole = int4.multiply(x, layers[-1])
         check_product(whole, weights.reference(x.float()), torch.bfloat16, form)
@@ -511,7 +513,7 @@ def test_rows_of_a_packed_embedding(poisoned, form):
         weights.packed.cpu(), weights.scale.cpu(), ids.cpu(), 1024, torch.float32
     )
     for dtype in ERRORS:
-        got = ops.weight.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
+        got = backends.weight.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
         assert torch.equal(got.cpu(), want.to(dtype)), dtype
 
 
@@ -550,23 +552,23 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
         q = OURS.rotary_cache(qkv, angles, *caches, slots[:, at])
         wide_x = product(gated, narrow).operands()
         if form == "float":
-            scores = ops.linear.halves_product(*wide_x[:2], "fp32")
+            scores = backends.linear.halves_product(*wide_x[:2], "fp32")
         else:
-            w = ops.weight.w4a16 if form.startswith("int4") else ops.weight.w8a16
-            w = ops.weight.blocks_a16 if form in BLOCK_FORMS else w
+            w = backends.weight.w4a16 if form.startswith("int4") else backends.weight.w8a16
+            w = backends.weight.blocks_a16 if form in BLOCK_FORMS else w
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 
     got = layer()
     cached = caches.clone()
     product_of_x = narrow.reference(x.float())
-    total, norm = ops.epilogues.add_norm_reference(stream, product_of_x, scale, 1e-5)
+    total, norm = backends.epilogues.add_norm_reference(stream, product_of_x, scale, 1e-5)
     ours = UnnormalizedRows(got[1], got[2][0].T)
     want = [total, norm.values, norm.squares.T[None]]
-    want.append(ops.epilogues.swiglu_reference(wide.reference(ours.values.float()), ours))
+    want.append(backends.epilogues.swiglu_reference(wide.reference(ours.values.float()), ours))
     theirs = torch.zeros_like(cached)
     y = narrow.reference(ours.values.float())
-    want.append(ops.epilogues.rotary_cache_reference(y, ours, rope, *theirs, slots))
+    want.append(backends.epilogues.rotary_cache_reference(y, ours, rope, *theirs, slots))
     for mine, other in zip((*got[:5], *cached), (*want, *theirs), strict=True):
         size = other.abs().max()
         torch.testing.assert_close(mine / size, other.to(mine.dtype) / size, **close)

@@ -1,4 +1,4 @@
-"""The int4 matmul in CUDA C++ (ops/cuda/int4.cu) without a GPU: emulated on a CPU, and compiled by NVRTC.
+"""The int4 matmul in CUDA C++ (backends/triton/int4.cu) without a GPU: emulated on a CPU, and compiled by NVRTC.
 
 emulator.h says what is emulated. What a device alone can show, values of its tensor cores and times, is in test_gpu.py and
 scripts/gpu/kernels.py.
@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends import weight as weights
+from backends.triton import int4, nvrtc
+from backends.triton.launch import TARGETS, Device
+from backends.weight import Part, Weight
 from helpers import slow
 from linear import Linear
-from ops import weight as weights
-from ops.cuda import int4, nvrtc
-from ops.cuda.launch import TARGETS, Device
-from ops.torch_backend import PART
-from ops.weight import Part, Weight
+from reference import PART
 
 HERE = Path(__file__).parent
 H100 = TARGETS["90"]
@@ -32,7 +32,7 @@ ROWS = (1, 2, 6, 8, 17, 32, 60)
 
 
 class EmulatedKernel:
-    """Stands for `ops.cuda.driver.Kernel`."""
+    """Stands for `backends.triton.driver.Kernel`."""
 
     def __init__(self, folder: Path, options: tuple[str, ...]):
         library = folder / f"{abs(hash(options))}.so"

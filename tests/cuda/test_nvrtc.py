@@ -1,4 +1,4 @@
-"""Sources in CUDA C++: compiled once (ops/cuda/nvrtc.py), launched as asked (ops/cuda/driver.py).
+"""Sources in CUDA C++: compiled once (backends/triton/nvrtc.py), launched as asked (backends/triton/driver.py).
 
 A CPU has neither NVRTC nor a driver: fakes record what they are given.
 """
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ops.cuda import driver, nvrtc
+from backends.triton import driver, nvrtc
 
 SOURCE = """
 extern "C" __global__ void turn(const float* from, float* to, int n, float more) {

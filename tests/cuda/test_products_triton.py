@@ -14,7 +14,17 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
-import ops.cuda.layout  # noqa: E402
+import backends.triton.layout  # noqa: E402
+from backends.triton.launch import TARGETS  # noqa: E402
+from backends.triton.layout import BLOCK_FORMS  # noqa: E402
+from backends.triton.qmatmul import (  # noqa: E402
+    MAX_SPLITS,
+    choose_splits,
+    minus_zero,
+    plan_product,
+    sum_kernel,
+    unpack_asm,
+)
 from compiled_kernels import (  # noqa: E402
     Case,
     cases,
@@ -26,23 +36,13 @@ from compiled_kernels import (  # noqa: E402
     source,
 )
 from helpers import check_product_fits, slow  # noqa: E402
-from ops.cuda.launch import TARGETS  # noqa: E402
-from ops.cuda.layout import BLOCK_FORMS  # noqa: E402
-from ops.cuda.qmatmul import (  # noqa: E402
-    MAX_SPLITS,
-    choose_splits,
-    minus_zero,
-    plan_product,
-    sum_kernel,
-    unpack_asm,
-)  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
 
 
 def test_no_kernel_returns_none():
     """Triton 3.6, which torch 2.11 brings, cannot compile that. Newer ones can."""
-    for file in Path(ops.cuda.layout.__file__).parent.glob("*.py"):
+    for file in Path(backends.triton.layout.__file__).parent.glob("*.py"):
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef) and "triton.jit" in str(
                 [ast.unparse(decorator) for decorator in function.decorator_list]
@@ -205,10 +205,14 @@ def test_the_assembly_unpacks_high_bits(bits, scales, dtype):
 def test_the_assembly_unpacks_every_word(bits, dtype):
     every = torch.arange(2**16)
     other = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
-    packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, ops.cuda.layout.COLUMNS)
-    unpack = ops.cuda.layout.unpack_int4_planes if bits == 4 else ops.cuda.layout.unpack_int8_planes
+    packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, backends.triton.layout.COLUMNS)
+    unpack = (
+        backends.triton.layout.unpack_int4_planes
+        if bits == 4
+        else backends.triton.layout.unpack_int8_planes
+    )
     codes = unpack(packed, 1, packed.numel() * 16 // bits).view(
-        -1, 16 // bits, ops.cuda.layout.COLUMNS
+        -1, 16 // bits, backends.triton.layout.COLUMNS
     )
     for plane in range(16 // bits):
         want = codes[:, plane].flatten().double()  # of word i

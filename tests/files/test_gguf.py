@@ -24,20 +24,20 @@ from test_tokenizer import LINES, TEXTS, train_sp
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-import generate as program
 import helpers
 import quantize
+import run.generate as program
 import tiny_models
-from base.gguf_header import chat_template_text, read_header
-from generate import generate, load
+from files.chat import template_text
+from files.config import read_config, read_raw, resolve_draft
+from files.fetch import title_of
+from files.gguf import STORED, TYPES, GgufFile
+from files.gguf_header import chat_template_text, read_header
+from files.tokenizer import Tokenizer
+from files.weights import export_weights, load_model, weight_names
 from helpers import OPERATORS, slow
-from hf.chat import template_text
-from hf.config import read_config, read_raw, resolve_draft
-from hf.fetch import title_of
-from hf.gguf import STORED, TYPES, GgufFile
-from hf.tokenizer import Tokenizer
-from hf.weights import export_weights, load_model, weight_names
-from options import GenerateConfig
+from run.generate import generate, load
+from run.options import GenerateConfig
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
 
 ROOT = Path(program.__file__).parent
@@ -213,7 +213,7 @@ def test_as_transformers_reads_it(tmp_path, family, kind):
 @pytest.mark.parametrize("kind", IN_BLOCKS)
 def test_every_tensor_of_every_type_has_the_packages_bits(tmp_path, monkeypatch, kind, operator):
     """Blocks of any bytes, with scales that are infinite or no numbers too, and with turned rows."""
-    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: operator)
+    monkeypatch.setattr("files.gguf.cpu_operators_are_loaded", lambda: operator)
     rng = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     wide = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -238,8 +238,8 @@ def test_every_tensor_of_every_type_has_the_packages_bits(tmp_path, monkeypatch,
 
 
 def test_large_tensors_are_made_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
-    monkeypatch.setattr("hf.gguf.PIECE", 96 * 32)  # neither rows nor tensors end with a piece
+    monkeypatch.setattr("files.gguf.cpu_operators_are_loaded", lambda: False)
+    monkeypatch.setattr("files.gguf.PIECE", 96 * 32)  # neither rows nor tensors end with a piece
     reference = hf_model()
     path = write_model(tmp_path / "m.gguf", reference, "Q4_1")
     assert_same_logits(load_model(path, torch.float32), widened(reference, "Q4_1"))
@@ -731,7 +731,7 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     path = str(tmp_path / "no.gguf")
     said = f"cannot read {path}: No such file or directory; check the path"
     assert said in refused(capsys, "--checkpoint", path)
-    monkeypatch.setattr("hf.gguf.cpu_operators_are_loaded", lambda: False)
+    monkeypatch.setattr("files.gguf.cpu_operators_are_loaded", lambda: False)
     with monkeypatch.context() as patch:
         patch.setattr(gguf.quants, "dequantize", not_implemented)
         said = "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it"

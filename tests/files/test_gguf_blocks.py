@@ -31,9 +31,14 @@ from test_gguf import (
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import hf.gguf_blocks
-import ops.library
-from generate import generate, load
+import backends.library
+import files.gguf_blocks
+from backends.backends import choose, use_backend
+from backends.triton.layout import BLOCK_FORMS
+from files.checkpoint import BLOCKS, Quantization
+from files.gguf import GgufFile
+from files.gguf_blocks import keeps_blocks
+from files.weights import export_weights, load_model, weight_names
 from helpers import (
     BLOCK_KINDS,
     OPERATORS,
@@ -44,15 +49,10 @@ from helpers import (
     set_halves,
     trimmed_head,
 )
-from hf.checkpoint import BLOCKS, Quantization
-from hf.gguf import GgufFile
-from hf.gguf_blocks import keeps_blocks
-from hf.weights import export_weights, load_model, weight_names
 from kv_cache import KVCache, causal_window
 from linear import Embedding, Linear
-from ops.backends import choose, use_backend
-from ops.cuda.layout import BLOCK_FORMS
-from options import GenerateConfig
+from run.generate import generate, load
+from run.options import GenerateConfig
 from tiny_models import Kind, refused, write
 
 pytestmark = OPERATORS
@@ -190,7 +190,7 @@ def test_memory(block_file, case):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Blocks are packed as CUDA's matmuls read them, and multiplied by the reference."""
-    monkeypatch.setattr(hf.gguf_blocks, "in_planes", lambda device: True)
+    monkeypatch.setattr(files.gguf_blocks, "in_planes", lambda device: True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -219,7 +219,7 @@ def test_a_scale_for_cuda_that_is_no_number(block_file):
         content = weight.content.clone()
         content[3, at : at + 2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
         with pytest.raises(ValueError, match="a.gguf: output.weight has a scale that is NaN or"):
-            hf.gguf_blocks.planes(weight._replace(content=content), "cpu", Path("a.gguf"))
+            files.gguf_blocks.planes(weight._replace(content=content), "cpu", Path("a.gguf"))
 
 
 @pytest.mark.parametrize("case, kept", [("Q4_0", 6), ("Q8_0", 0), ("Q4_K", 0), ("int4", 3)])
@@ -237,7 +237,7 @@ def test_memory_on_cuda(block_file):
     more = {"Q4_K": 148 / 144, "Q5_K": 180 / 176, "Q6_K": 212 / 210}
     for kind in BLOCK_FORMS:
         weight = GgufFile(block_file(kind))._blocks("blk.0.ffn_down.weight")
-        packed = hf.gguf_blocks.planes(weight, "cpu", Path("a.gguf"))
+        packed = files.gguf_blocks.planes(weight, "cpu", Path("a.gguf"))
         held = packed.data.nbytes + packed.scale.nbytes
         assert held == weight.bytes("cuda") == round(weight.content.nbytes * more.get(kind, 1))
 
@@ -248,14 +248,14 @@ def test_with_plain_products_blocks_are_numbers(block_file, case):
     path = block_file(case)
     kept = load_model(path, quant=IN_BLOCKS)
     want = logits(load_model(path, torch.bfloat16))
-    before = set(ops.library.PLAIN)
+    before = set(backends.library.PLAIN)
     try:
-        ops.library.set_plain(["products", "experts"])
+        backends.library.set_plain(["products", "experts"])
         assert not keeps_blocks(GenerateConfig(checkpoint=str(path), device="cpu"), path)
         use_backend(kept, choose(torch.device("cpu")))
         got = logits(kept)
     finally:
-        ops.library.set_plain(before)
+        backends.library.set_plain(before)
         use_backend(kept, choose(torch.device("cpu")))
     assert (got - want).norm() < 0.02 * want.norm()
     assert not torch.equal(got, logits(kept)), "activations are not rounded to 8 bits"
@@ -545,7 +545,7 @@ def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monk
     """A lost page of a mapping would end the process (SIGBUS)."""
     path = tmp_path / "m.gguf"
     path.write_bytes(block_file("Q4_K").read_bytes())
-    monkeypatch.setattr("hf.weights.check_experts", lambda *_: os.truncate(path, 8192))
+    monkeypatch.setattr("files.weights.check_experts", lambda *_: os.truncate(path, 8192))
     err = refused(capsys, "--checkpoint", str(path), *options)
     said = r"m.gguf shrank while it was read: \S+\.weight ends at byte \d+ of 8192; download"
     assert re.search(f"{said} it again", err), err
@@ -556,7 +556,7 @@ def test_pages_are_released_while_a_file_is_read(block_file, monkeypatch, dtype)
     """Behind every tensor or behind none, the weights are the same."""
     loaded = []
     for released in (2**40, 0):
-        monkeypatch.setattr("hf.gguf.RELEASED", released)
+        monkeypatch.setattr("files.gguf.RELEASED", released)
         engine = load(checkpoint=str(block_file("Q4_K")), device="cpu", dtype=dtype)
         loaded.append(engine.target.state_dict())
     never, always = loaded

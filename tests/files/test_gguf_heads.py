@@ -21,18 +21,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from backends.library import has_cpu_operators
 from eagle_draft import load_head
-from generate import generate, load
+from files.checkpoint import BLOCKS, Quantization
+from files.config import read_config, resolve_draft
+from files.gguf_heads import GgufHead
+from files.heads import HeadFiles, head_files, head_names, print_notes, read_head
+from files.weights import load_model
 from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
-from hf.checkpoint import BLOCKS, Quantization
-from hf.config import read_config, resolve_draft
-from hf.gguf_heads import GgufHead
-from hf.heads import HeadFiles, head_files, head_names, print_notes, read_head
-from hf.weights import load_model
 from kv_cache import KVCache, causal_window
 from linear import Embedding
-from ops.library import has_cpu_operators
-from options import DEMO, GenerateConfig
+from run.generate import generate, load
+from run.options import DEMO, GenerateConfig
 from scripts import compare, export_head, train_head
 from scripts.bench import papers, peers
 from scripts.bench.llama_peer import Eagle3, LlamaCpp, write_gguf

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import tiny_models
+from backends.library import has_cpu_operators
 from family_checks import (
     FORMS,
     assert_drafts_as_vanilla,
@@ -19,13 +20,12 @@ from family_checks import (
     assert_same_greedy_text,
     assert_same_rows,
 )
-from generate import load
+from files.checkpoint import BLOCKS, Quantization
+from files.config import open_source, read_config
+from files.weights import load_model
 from helpers import OPERATORS
-from hf.checkpoint import BLOCKS, Quantization
-from hf.config import open_source, read_config
-from hf.weights import load_model
-from ops.library import has_cpu_operators
 from quantize import quantize_directory
+from run.generate import load
 from tiny_models import (
     IDS,
     NAMES,
@@ -175,7 +175,7 @@ def mxfp4(tmp_path_factory):
 
 @pytest.mark.parametrize("operator", [pytest.param(True, marks=OPERATORS), False])
 def test_mxfp4_as_numbers(mxfp4, monkeypatch, operator):
-    monkeypatch.setattr("hf.stacks.cpu_operators_are_loaded", lambda: operator)
+    monkeypatch.setattr("files.stacks.cpu_operators_are_loaded", lambda: operator)
     assert_same_logits(load_model(mxfp4, torch.float32), dequantized(mxfp4))
 
 

@@ -1,7 +1,7 @@
 """Heads as directories of other runtimes: what is written is read back as the same head.
 
 What the package speculators computes from such a directory was compared once, outside of these tests
-(heads/README.md); that its layout is read rightly is in test_heads.py and test_block_layouts.py.
+(files/HEADS.md); that its layout is read rightly is in test_heads.py and test_block_layouts.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from test_heads import HEAD, TARGET, official, target
 
 from block_files import write_files as write
+from drafts.block_draft import load_head as load_block_head
 from eagle_draft import load_head
-from extras.block_draft import load_head as load_block_head
 from scripts.export_head import LAYOUTS, ExportConfig, run
 from scripts.train.train_block import BlockTrainConfig, make_head, write_files
 

@@ -17,18 +17,18 @@ from torch import Tensor
 from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
+from drafts.stand_in import head_config
 from eagle_draft import EagleDrafter, load_head
-from extras.stand_in import head_config
-from generate import generate, load
+from files.checkpoint import Quantization
+from files.config import resolve_draft
+from files.heads import head_names
+from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
-from hf.checkpoint import Quantization
-from hf.config import resolve_draft
-from hf.heads import head_names
-from hf.weights import load_model
 from kv_cache import KVCache, causal_window
-from options import DEMO, GenerateConfig
 from quantize import quantize_directory
-from session import Session
+from run.generate import generate, load
+from run.options import DEMO, GenerateConfig
+from run.session import Session
 from tiny_models import refused
 
 TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
@@ -405,7 +405,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     model, head = target(), load_head(HEAD, target())
     rows = []
     for chunk in (256, 16):
-        monkeypatch.setattr("session.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("run.session.PREFILL_CHUNK", chunk)
         calls = record(monkeypatch, EagleDrafter, "extend")
         drafter = EagleDrafter(head, model, StaticTree.chain(3))
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])

@@ -31,16 +31,16 @@ from safetensors.torch import load, load_file, save
 from test_quantized_files import WHOLE, write_model
 from test_tokenizer import build_json
 
-import generate
-import hf.tokenizer
+import files.tokenizer
+from files import checkpoint
+from files.config import read_config
+from files.heads import HFEagle2Head, HFEagle3Head, HFNestedConfig
+from files.tokenizer import Tokenizer
+from files.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
 from helpers import GOLDEN
-from hf import checkpoint
-from hf.config import read_config
-from hf.heads import HFEagle2Head, HFEagle3Head, HFNestedConfig
-from hf.tokenizer import Tokenizer
-from hf.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
 from models.keys import HFConfig, HFSwiGLU
-from options import DEMO, GenerateConfig
+from run import generate
+from run.options import DEMO, GenerateConfig
 from scripts import export_head
 from scripts.bench.llama_peer import write_gguf
 
@@ -541,7 +541,7 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
     put(tmp_path / "tokenizer.json", found)
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("a" * 20)
-    monkeypatch.setattr(hf.tokenizer, "SPLIT_S", 0.05)
+    monkeypatch.setattr(files.tokenizer, "SPLIT_S", 0.05)
     message = "tokenizer.json .*it takes more than .* to split the text.*; use --set prompt_ids"
     with pytest.raises(ValueError, match=message):
         tokenizer.encode("a" * 250)

@@ -20,14 +20,14 @@ from huggingface_hub import constants
 from test_download import run
 
 import quantize
-from base.io import bundled_head, is_gguf, is_model_name
-from cli.start import read_command, with_text
-from generate import generate, load
-from hf import hub, known_heads
-from hf.fetch import fetched, title_of, with_files
-from hf.known_heads import own_head, plain_name, published_heads
-from hf.ollama import ollama_model
-from options import DEMO, GenerateConfig
+from files import hub, known_heads
+from files.fetch import fetched, title_of, with_files
+from files.io import bundled_head, is_gguf, is_model_name
+from files.known_heads import own_head, plain_name, published_heads
+from files.ollama import ollama_model
+from run.generate import generate, load
+from run.options import DEMO, GenerateConfig
+from run.start import read_command, with_text
 from scripts import compare
 
 NOWHERE = "http://127.0.0.1:9"  # where nobody listens
@@ -313,7 +313,7 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     server.repos["tiny/demo-head"] = files_of(f"{DEMO}-eagle")
     options = {"device": "cpu", "max_new_tokens": 16, "draft": "eagle", "tree": "dynamic"}
     engine = load("tiny/demo", **options)
-    assert "drafts come from tiny/demo-head, which heads/README.md lists" in capsys.readouterr().err
+    assert "drafts come from tiny/demo-head, which files/HEADS.md lists" in capsys.readouterr().err
     assert title_of(Path(engine.config.checkpoint)) == "tiny/demo"
     result = generate(engine, ["def f():"])
     usual = generate(load(DEMO, **options), ["def f():"])
@@ -349,7 +349,7 @@ def test_heads_are_listed_by_a_models_name(table):
 
 
 def test_the_table_of_heads_is_whole():
-    """Every row of heads/README.md names one target, one head and a layout whose kind is known."""
+    """Every row of files/HEADS.md names one target, one head and a layout whose kind is known."""
     heads = published_heads()
     assert len(heads) > 40
     for head in heads:
@@ -431,7 +431,7 @@ def test_download_lists_heads_and_fetches_one(server, table, monkeypatch, capsys
     server.repos["tiny/demo-head"] = files_of(f"{DEMO}-eagle")
     status, out, _ = run(monkeypatch, capsys, "--heads", "Demo-1M")
     assert status == 0 and out.splitlines() == [
-        "heads of official/Demo-1M, by heads/README.md:",
+        "heads of official/Demo-1M, by files/HEADS.md:",
         "  1  tiny/away: Medusa, 2 heads; licence: not seen",
         "  2  tiny/demo-head: EAGLE-3, SafeAILab's; licence: MIT",
         "fetch one: python scripts/download.py --heads Demo-1M --pick NUMBER",

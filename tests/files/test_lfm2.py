@@ -15,11 +15,11 @@ from family_checks import (
     assert_same_greedy_text,
     assert_same_rows,
 )
+from files.config import read_config
+from files.weights import load_model
 from helpers import engine_for, slow
-from hf.config import read_config
-from hf.weights import load_model
-from parallel.tp import check_parts
-from session import Session
+from run.session import Session
+from run.tp import check_parts
 from tiny_models import (
     IDS,
     NAMES,

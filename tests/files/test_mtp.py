@@ -23,13 +23,13 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 
-from fusions import FusedLayers
-from generate import generate, load
+from backends.fusions import FusedLayers
+from files.chat import TextFiles
 from helpers import InTurn, in_turn, slow
-from hf.chat import TextFiles
 from kv_cache import KVCache, causal_window
-from options import DEMO
-from session import Session
+from run.generate import generate, load
+from run.options import DEMO
+from run.session import Session
 from tiny_models import IDS, gguf_name, gguf_tensors, refused, write
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]

@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_gguf import hf_model
 
-from hf.config import read_config
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
+from files.config import read_config
+from files.tokenizer import Tokenizer
+from files.weights import load_model
 from models import registry
 from tiny_models import saved
 

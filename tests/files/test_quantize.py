@@ -23,22 +23,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import ops.formats
+import backends.formats
 import quantize
-from base.io import read_json
+from backends.cpp import build
+from backends.formats import FORMATS, Int4, Int8
+from backends.weight import GROUPS, grouped_reference, stack, unpack
 from eagle_draft import load_head
-from generate import generate, load, main
+from files import checkpoint
+from files.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
+from files.heads import draft_lm_head
+from files.io import read_json
+from files.weights import load_model
 from helpers import COMPILER, GOLDEN, OPERATORS, layer_of, refused, rounded
-from hf import checkpoint
-from hf.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
-from hf.heads import draft_lm_head
-from hf.weights import load_model
 from linear import Linear
-from ops.cpu import build
-from ops.formats import FORMATS, Int4, Int8
-from ops.weight import GROUPS, grouped_reference, stack, unpack
-from options import DEMO
 from quantize import quantize_directory
+from run.generate import generate, load, main
+from run.options import DEMO
 
 ROOT = Path(quantize.__file__).parent
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
@@ -100,7 +100,7 @@ WEIGHTS = {
 
 
 def test_every_format_is_named():
-    """hf/checkpoint.py and options.py lie below the formats."""
+    """files/checkpoint.py and run/options.py lie below the formats."""
     assert tuple(FORMATS) == checkpoint.FORMAT_NAMES
     assert GROUPS == checkpoint.GROUP_SIZES
 
@@ -190,7 +190,7 @@ def test_nibbles_in_files():
 
 def without_operators(monkeypatch) -> None:
     """As on a machine on which nothing can be built."""
-    monkeypatch.setattr("ops.library._cpp_available", [False])
+    monkeypatch.setattr("backends.library._cpp_available", [False])
 
 
 @pytest.fixture(params=[pytest.param("operators", marks=OPERATORS), "references"])
@@ -821,7 +821,7 @@ def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, 
     for name, value in (environment | {"XDG_CACHE_HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(build, "load_operators", functools.cache(build._load.__wrapped__))
-    monkeypatch.setattr("ops.library._cpp_available", [])
+    monkeypatch.setattr("backends.library._cpp_available", [])
     got, said = run(capsys, main, *argv)
     notes = [line for line in said.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1 and "no C++ compiler" in notes[0]
@@ -854,7 +854,7 @@ def test_a_gpu_rounds_a_7b_layer_in_few_steps(form, monkeypatch):
     want, whole = kind.encode(weight, 128), kind.encode_rows
     counted = lambda part, *out: parts.append(len(part)) or whole(part, *out)  # noqa: E731
     monkeypatch.setattr(kind, "encode_rows", staticmethod(counted))
-    monkeypatch.setitem(ops.formats.AT_ONCE, "cpu", ops.formats.AT_ONCE["cuda"])
+    monkeypatch.setitem(backends.formats.AT_ONCE, "cpu", backends.formats.AT_ONCE["cuda"])
     got = kind.encode(weight, 128)
     assert all(map(torch.equal, got, want)) and parts == [300]
-    assert 11008 * 4096 / ops.formats.AT_ONCE["cuda"] < 3
+    assert 11008 * 4096 / backends.formats.AT_ONCE["cuda"] < 3

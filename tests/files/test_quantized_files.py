@@ -21,18 +21,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantize
-from generate import generate, load, main
+from backends.formats import Int8
+from backends.weight import numbers
+from files.checkpoint import Quantization, WeightFiles, write_checkpoint
+from files.config import read_config
+from files.gptq_awq import QuantizedFiles
+from files.weights import Storage, _Loading, export_weights, load_model, weight_names
 from helpers import GOLDEN, OPERATORS, refused, slow
-from hf.checkpoint import Quantization, WeightFiles, write_checkpoint
-from hf.config import read_config
-from hf.gptq_awq import QuantizedFiles
-from hf.weights import Storage, _Loading, export_weights, load_model, weight_names
 from linear import Linear
 from model import Transformer
-from ops.formats import Int8
-from ops.weight import numbers
-from options import DEMO
 from random_model import watch_loading
+from run.generate import generate, load, main
+from run.options import DEMO
 
 Parts = dict[str, Tensor]  # tensors by what they are called behind a layer's name
 
@@ -488,7 +488,7 @@ def planned_bytes(monkeypatch, path: Path, device: str) -> int:
         raise RuntimeError(sum(plan.values()))
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError) as asked:
-        patch.setattr("hf.weights.check_memory", ask)
+        patch.setattr("files.weights.check_memory", ask)
         load_model(path, dtype=torch.bfloat16, device=device)
     return asked.value.args[0]
 

@@ -10,23 +10,23 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import stats
+import reference as torch_backend
 import tiny_models
+from backends.backends import choose
+from backends.library import set_plain
 from draft_tree import build_tree
 from drafters import Drafter, RootOnly
-from extras.ngram_draft import Ngram, NgramDrafter
-from extras.places import recipes_of
+from drafts.ngram_draft import Ngram, NgramDrafter
+from drafts.places import recipes_of
+from files.checkpoint import BLOCKS, Quantization
+from files.config import read_config
+from files.weights import load_model
 from helpers import decode, engine_for, in_turn, pairwise, slow
-from hf.checkpoint import BLOCKS, Quantization
-from hf.config import read_config
-from hf.weights import load_model
 from kv_cache import TAPS, KVCache, LayerState, StateShape, Window, causal_window
-from ops import torch_backend
-from ops.backends import choose
-from ops.library import set_plain
-from ops.torch_backend import DeltaWeights, parents_of
-from parallel.tp import check_parts
-from session import Session
+from reference import DeltaWeights, parents_of
+from run import stats
+from run.session import Session
+from run.tp import check_parts
 from tiny_models import (
     GREEDY,
     IDS,

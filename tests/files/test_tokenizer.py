@@ -11,8 +11,8 @@ import threading
 import pytest
 import sentencepiece as spm
 
-import hf.tokenizer
-from hf.tokenizer import Finder, Tokenizer
+import files.tokenizer
+from files.tokenizer import Finder, Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -108,7 +108,7 @@ def test_a_users_words_name_no_control_token(tokenizer):
     assert controls == [ids[0], ids[-1]] == [tokenizer.id_of(end)] * 2
     assert tokenizer.decode(ids, continuation=True).strip() == words
     assert tokenizer.as_text("no < name > here") == "no < name > here"
-    if not isinstance(tokenizer, hf.tokenizer.JsonTokenizer):
+    if not isinstance(tokenizer, files.tokenizer.JsonTokenizer):
         own = tokenizer.encode(words, bos=False)
         assert tokenizer.encode(tokenizer.as_text(words), bos=False, special=True) == own
     parsed = tokenizer.encode(words, bos=False, special=True)
@@ -118,7 +118,9 @@ def test_a_users_words_name_no_control_token(tokenizer):
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer, text):
     # U+2581 is sentencepiece's own space: the one character that it does not give back
-    expected = text if isinstance(tokenizer, hf.tokenizer.JsonTokenizer) else text.replace("▁", " ")
+    expected = (
+        text if isinstance(tokenizer, files.tokenizer.JsonTokenizer) else text.replace("▁", " ")
+    )
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == expected
     assert tokenizer.decode(tokenizer.encode(text, bos=False)) == expected
@@ -335,14 +337,14 @@ def test_limits_saved_in_the_file_do_not_cut_the_prompt(tmp_path):
 
 def test_tokenizer_json_comes_first(sp_dir, tmp_path, capsys):
     build_json(with_files(sp_dir, tmp_path))
-    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
+    assert isinstance(Tokenizer.load(tmp_path), files.tokenizer.JsonTokenizer)
     assert capsys.readouterr().err == ""
     # tiktoken's format, as LLaMA-3's
     write(tmp_path, "tokenizer.model", "IQ== 0\nIg== 1\nIw== 2\n")
-    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.JsonTokenizer)
+    assert isinstance(Tokenizer.load(tmp_path), files.tokenizer.JsonTokenizer)
     assert capsys.readouterr().err == ""
     write(with_files(sp_dir, tmp_path), "tokenizer.json", "version https://git-lfs")
-    assert isinstance(Tokenizer.load(tmp_path), hf.tokenizer.SentencePieceTokenizer)
+    assert isinstance(Tokenizer.load(tmp_path), files.tokenizer.SentencePieceTokenizer)
     said = capsys.readouterr().err  # and it says so
     assert said.startswith("note: ") and "tokenizer.json is corrupt" in said
     assert said.endswith("; tokenizer.model is used\n") and said.count("\n") == 1
@@ -388,7 +390,7 @@ def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
     """A server encodes in a thread of its own. Output of other threads meanwhile is not dropped."""
     tokenizer, silenced = Tokenizer.load(json_dir), []
     silence = lambda: silenced.append(1) or contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr("hf.untrusted.silence_stderr", silence)
+    monkeypatch.setattr("files.untrusted.silence_stderr", silence)
     thread = threading.Thread(target=tokenizer.encode, args=("hello",))
     thread.start()
     thread.join()

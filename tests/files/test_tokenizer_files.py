@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers.tokenization_utils_sentencepiece import SentencePieceExtractor
 
-from hf.chat import template_text
-from hf.tokenizer import JsonTokenizer, Tokenizer
+from files.chat import template_text
+from files.tokenizer import JsonTokenizer, Tokenizer
 
 # text -> (special, lstrip, rstrip)
 ADDED = {

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from generate import Engine, generate, load  # noqa: E402
 from helpers import OPERATORS, fresh, slow  # noqa: E402
-from options import DEMO, Sampling  # noqa: E402
+from run.generate import Engine, generate, load  # noqa: E402
+from run.options import DEMO, Sampling  # noqa: E402
 from server.batcher import Batcher, Delta, Job, Refusal  # noqa: E402
 
 SYSTEM = [(7 * i + i * i) % 250 + 4 for i in range(400)]  # a prompt of more than one chunk

@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from generate import generate, load
+from files.checkpoint import BLOCKS, Quantization
+from files.weights import load_model
 from helpers import GOLDEN, golden_case, refused, slow
-from hf.checkpoint import BLOCKS, Quantization
-from hf.weights import load_model
-from options import DEMO, ROOT
+from run.generate import generate, load
+from run.options import DEMO, ROOT
+from run.session import Session
 from scripts.bench import linear, passes, plot_speed, random_file
 from scripts.bench import papers as bench
 from scripts.bench import peers as bench_peers
@@ -28,7 +29,6 @@ from scripts.bench.replays import compare_replays
 from scripts.bench.report import DRAWINGS, explained
 from scripts.bench.row_log import Log
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
-from session import Session
 from tiny_models import IDS, by_passes
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"

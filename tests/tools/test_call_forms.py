@@ -14,10 +14,10 @@ from test_thinking import ask, served  # noqa: E402, F401 (a fixture)
 from test_tokenizer import build_json, write  # noqa: E402
 from test_tool_calls import ASKED, in_parts, tool  # noqa: E402
 
-from extras.grammar import _vocabulary  # noqa: E402
-from hf.chat import ChatTemplate, chat_template  # noqa: E402
-from hf.thinking import behind_thinking, without_opening  # noqa: E402
-from hf.tokenizer import Tokenizer  # noqa: E402
+from drafts.grammar import _vocabulary  # noqa: E402
+from files.chat import ChatTemplate, chat_template  # noqa: E402
+from files.thinking import behind_thinking, without_opening  # noqa: E402
+from files.tokenizer import Tokenizer  # noqa: E402
 from server.call_forms import NOTHING, Form, NamedForm, PairsForm, form_of  # noqa: E402
 from server.parameters import RequestReader  # noqa: E402
 from server.tool_calls import Tools, as_taken  # noqa: E402

@@ -15,8 +15,8 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from test_serve import Running  # noqa: E402
 
-from generate import encode, generate  # noqa: E402
 from helpers import fresh  # noqa: E402
+from run.generate import encode, generate  # noqa: E402
 
 QUESTIONS = ["Hello", "def f(x):", "Write a class.", "Why?"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from base.methods import HEAD_KINDS
-from base.parsing import parse
 from drafter_files import write_token_heads
+from files.weights import load_model
 from helpers import refused
-from hf.weights import load_model
-from options import DEMO, GenerateConfig
+from run.methods import HEAD_KINDS
+from run.options import DEMO, GenerateConfig
+from run.parsing import parse
 from scripts import compare
 from scripts.bench.measure import Series
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from files.checkpoint import Quantization
+from files.tokenizer import Tokenizer
 from helpers import refused
-from hf.checkpoint import Quantization
-from hf.tokenizer import Tokenizer
-from options import DEMO
 from quantize import quantize_directory
+from run.options import DEMO
 from scripts.bench import fidelity
 
 

@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 import torch
 
-from base.parsing import one_line_errors
-from generate import generate
-from hf.tokenizer import Tokenizer
-from options import DEMO
+from files.tokenizer import Tokenizer
+from run.generate import generate
+from run.options import DEMO
+from run.parsing import one_line_errors
 from scripts.train import generate_answers as answer
 from scripts.train import train_eagle
 from scripts.train.generate_answers import AnswerConfig, Filter, headers

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ops.experts
-from options import ROOT
+import backends.experts
+from run.options import ROOT
 from scripts.bench import measure
 from scripts.gpu import families, table
 from scripts.gpu import kernels as kernel_bench
@@ -106,7 +106,7 @@ def test_compaction_agrees_with_the_loop_or_is_wrong(on_cpu, monkeypatch):
     ]
     # two places in a cache of 96 slots
     assert all(row["correct"] and row["time_us"] == 2 for row in rows)
-    monkeypatch.setattr("ops.cuda.backend.compact", lambda *_: None)
+    monkeypatch.setattr("backends.triton.backend.compact", lambda *_: None)
     assert not any(row["correct"] for row in kernel_bench.measure(config, 1e9))
 
 
@@ -116,7 +116,7 @@ def test_experts_agree_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkey
     def grouped(reference):
         def product(x, packed, scale, expert):
             y = x.new_empty(len(x), packed.shape[2])
-            for e, rows in ops.experts.rows_by_expert(expert):
+            for e, rows in backends.experts.rows_by_expert(expert):
                 y[rows] = reference(x[rows], packed[e], scale[e])
             return y
 
@@ -180,7 +180,7 @@ def test_training_by_one_clock(tmp_path, monkeypatch):
 
 def test_a_target_that_did_not_arrive_whole_is_refused(tmp_path):
     """By its SHA-256, before anything runs."""
-    for name in ("scripts/gpu/train.sh", "hf/fetch.py"):
+    for name in ("scripts/gpu/train.sh", "files/fetch.py"):
         copy = tmp_path / name
         copy.parent.mkdir(parents=True)
         shutil.copy(ROOT / name, copy)
@@ -242,8 +242,8 @@ def test_a_family_agrees_with_its_reference(name, on_cpu, monkeypatch):
     assert families.check_family(name, "cpu")["relative_error"] < kernel_bench.TOLERANCE
     monkeypatch.setattr(kernel_bench, "relative_error", lambda got, want: 1.0)
     monkeypatch.setattr(families, "relative_error", lambda got, want: 1.0)
-    monkeypatch.setattr("ops.torch_backend.link_nodes", lambda *_: [torch.zeros(1)])
-    monkeypatch.setattr("ops.cuda.backend.compact", lambda *_: None)
+    monkeypatch.setattr("reference.link_nodes", lambda *_: [torch.zeros(1)])
+    monkeypatch.setattr("backends.triton.backend.compact", lambda *_: None)
     with pytest.raises(AssertionError):
         families.check_family(name, "cpu")
 

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="plans need Triton, which is to be had for Linux")
 
-import ops.cuda.plans  # noqa: E402
-from base.parsing import one_line_errors  # noqa: E402
-from ops.cuda.launch import TARGETS  # noqa: E402
-from ops.cuda.plans import HEIGHTS, file_name, measured_on, to_json  # noqa: E402
-from ops.cuda.qmatmul import plan_product, tile_height  # noqa: E402
+import backends.triton.plans  # noqa: E402
+from backends.triton.launch import TARGETS  # noqa: E402
+from backends.triton.plans import HEIGHTS, file_name, measured_on, to_json  # noqa: E402
+from backends.triton.qmatmul import plan_product, tile_height  # noqa: E402
+from run.parsing import one_line_errors  # noqa: E402
 from scripts.gpu import sweep  # noqa: E402
 
 DEVICE = TARGETS["90"]._replace(name="NVIDIA H100 80GB HBM3")
@@ -26,7 +26,7 @@ def time_of(shape, plan, rows):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder of tables."""
-    monkeypatch.setattr(ops.cuda.plans, "FOLDER", tmp_path)
+    monkeypatch.setattr(backends.triton.plans, "FOLDER", tmp_path)
     measured_on.cache_clear()
     plan_product.cache_clear()
     yield tmp_path
@@ -98,7 +98,7 @@ def test_a_table_that_cannot_be_used(folder, capsys, change):
 
 
 def test_tables_of_the_checkout_can_be_used():
-    for file in ops.cuda.plans.FOLDER.glob("*.json"):
+    for file in backends.triton.plans.FOLDER.glob("*.json"):
         name = json.loads(file.read_text())["device"]
         assert file_name(name) == file.name and measured_on(name)
 

@@ -14,23 +14,17 @@ import torch
 from test_tp import write_tiny
 from torch import Tensor
 
+from drafts.places import recipes_of
+from drafts.stand_in import SHAPES, InflatedFiles, ModelShape, inflate_head, inflate_target
 from eagle_draft import EagleHead, load_head
-from extras.places import recipes_of
-from extras.stand_in import (
-    SHAPES,
-    InflatedFiles,
-    ModelShape,
-    inflate_head,
-    inflate_target,
-)
-from generate import generate, load, main
+from files.config import read_config
+from files.weights import load_model, weight_names
 from helpers import GOLDEN, OPERATORS, slow
-from hf.config import read_config
-from hf.weights import load_model, weight_names
 from kv_cache import KVCache, causal_window
 from linear import Linear
 from model import ModelConfig, Transformer
-from options import DEMO
+from run.generate import generate, load, main
+from run.options import DEMO
 from steps import PartNorm
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")

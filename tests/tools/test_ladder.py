@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
+from backends.library import set_plain
 from helpers import refused
-from ops.library import set_plain
-from options import ROOT
+from run.options import ROOT
 from scripts.bench import plot_speed
 from scripts.bench.row_log import Log
 from scripts.gpu import attempts, beside, ladder, probe, table

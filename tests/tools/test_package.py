@@ -11,8 +11,8 @@ import sys
 import pytest
 
 import setup
-from cli.program import PROGRAMS, program_of
-from options import DEMO, ROOT
+from run.options import DEMO, ROOT
+from run.program import PROGRAMS, program_of
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,10 @@ from options import DEMO, ROOT
         ("import sampling", "from gpt_eagle import sampling"),
         ("import model as m  # ours", "from gpt_eagle import model as m  # ours"),
         ("from base.io import one_line", "from gpt_eagle.base.io import one_line"),
-        ("import ops.cuda.tree", "import gpt_eagle.ops.cuda.tree; from gpt_eagle import ops"),
+        (
+            "import backends.triton.tree",
+            "import gpt_eagle.backends.triton.tree; from gpt_eagle import backends",
+        ),
         ("import modeling", "import modeling"),
         ("from torch.ops import load", "from torch.ops import load"),
         ('text = """\nimport model\n"""', 'text = """\nimport model\n"""'),

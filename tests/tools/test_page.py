@@ -15,9 +15,9 @@ openai = pytest.importorskip("openai")
 from test_serve import PROMPT, Running  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
-from extras.presets import PresetPolicy  # noqa: E402
-from generate import generate, load  # noqa: E402
-from options import DEMO  # noqa: E402
+from drafts.presets import PresetPolicy  # noqa: E402
+from run.generate import generate, load  # noqa: E402
+from run.options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
 
 in_a_browser = pytest.mark.skipif(

@@ -21,9 +21,9 @@ import transformers  # noqa: E402
 from tokenizers import Tokenizer as Backend  # noqa: E402
 from tokenizers import models  # noqa: E402
 
-from extras.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
-from generate import encode, load  # noqa: E402
-from options import DEMO, Sampling  # noqa: E402
+from drafts.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa: E402
+from run.generate import encode, load  # noqa: E402
+from run.options import DEMO, Sampling  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
 from server.parameters import (  # noqa: E402
     NEUTRAL,
@@ -468,8 +468,8 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
         "general.sampling.top_k": 20,
         "general.sampling.penalty_repeat": 1.1,
     }
-    monkeypatch.setattr("hf.config.is_gguf", lambda path: True)
-    monkeypatch.setattr("hf.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
+    monkeypatch.setattr("files.config.is_gguf", lambda path: True)
+    monkeypatch.setattr("files.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
     assert with_recommended_sampling(config, set()).sampling == Sampling(
         temperature=0.7, top_k=20, repetition_penalty=1.1
     )

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from options import DEMO
+from run.options import DEMO
 from scripts.bench.race import COLUMNS, Side, chunks, main, picture
 
 SVG = "{http://www.w3.org/2000/svg}"

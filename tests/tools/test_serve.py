@@ -23,13 +23,13 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from starlette.testclient import TestClient  # noqa: E402
 
-from base.parsing import parse, parse_given  # noqa: E402
-from generate import encode, generate, load  # noqa: E402
+from files.tokenizer import StreamDecoder  # noqa: E402
 from helpers import fresh  # noqa: E402
-from hf.tokenizer import StreamDecoder  # noqa: E402
-from options import DEMO, Sampling  # noqa: E402
+from run.generate import encode, generate, load  # noqa: E402
+from run.options import DEMO, Sampling  # noqa: E402
+from run.parsing import parse, parse_given  # noqa: E402
+from run.scheduler import Request  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
-from scheduler import Request  # noqa: E402
 from server import app as serve  # noqa: E402
 from server import parameters, transport  # noqa: E402
 

@@ -13,7 +13,7 @@ jsonschema = pytest.importorskip("jsonschema")
 openai = pytest.importorskip("openai")
 from test_serve import PROMPT, Running  # noqa: E402
 
-from extras.grammar import Grammar  # noqa: E402
+from drafts.grammar import Grammar  # noqa: E402
 from server import parameters  # noqa: E402
 
 SCHEMA = {

@@ -24,8 +24,8 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from generate import generate, load  # noqa: E402
-from options import DEMO  # noqa: E402
+from run.generate import generate, load  # noqa: E402
+from run.options import DEMO  # noqa: E402
 
 CLIENTS = 8
 OPTIONS = {"checkpoint": DEMO, "device": "cpu", "compile": True}

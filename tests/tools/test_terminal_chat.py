@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from options import ROOT
+from run.options import ROOT
 
 DEMO = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(ROOT / "checkpoints/demo")]
 DEMO += ["--interactive", "--compile", "--max_new_tokens", "12"]

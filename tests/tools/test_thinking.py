@@ -19,8 +19,7 @@ from test_tokenizer import build_json  # noqa: E402
 from test_tool_calls import ASKED, OPENS, TOOLS  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
-from generate import generate, load  # noqa: E402
-from hf.thinking import (  # noqa: E402
+from files.thinking import (  # noqa: E402
     TAGS,
     Thinking,
     closed,
@@ -29,8 +28,9 @@ from hf.thinking import (  # noqa: E402
     without_messages,
     without_opening,
 )
-from hf.tokenizer import Tokenizer  # noqa: E402
-from options import DEMO, ROOT  # noqa: E402
+from files.tokenizer import Tokenizer  # noqa: E402
+from run.generate import generate, load  # noqa: E402
+from run.options import DEMO, ROOT  # noqa: E402
 
 THINK = TAGS[0]
 MISTRAL = TAGS[3]

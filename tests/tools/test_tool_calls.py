@@ -17,12 +17,12 @@ from test_chat import CHECKPOINTS, template_of  # noqa: E402
 from test_serve import Running  # noqa: E402
 from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
-import hf.sandbox  # noqa: E402
-from generate import generate  # noqa: E402
+import files.sandbox  # noqa: E402
+from files.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
+from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import fresh  # noqa: E402
-from hf.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
-from hf.tokenizer import Tokenizer  # noqa: E402
-from options import DEMO  # noqa: E402
+from run.generate import generate  # noqa: E402
+from run.options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
 from server.call_forms import NOTHING, Form, JsonForm, form_of  # noqa: E402
 from server.tool_calls import Finder, Tools, one_call_each  # noqa: E402
@@ -32,7 +32,7 @@ from server.tool_calls import Finder, Tools, one_call_each  # noqa: E402
 def compiled_once():
     """A template is compiled once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf.sandbox, "Template", functools.cache(hf.sandbox.Template))
+        patch.setattr(files.sandbox, "Template", functools.cache(files.sandbox.Template))
         yield
 
 

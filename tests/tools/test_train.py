@@ -13,9 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from base.parsing import one_line_errors
+from backends.backends import TORCH, use_backend
 from draft_tree import StaticTree
 from eagle_draft import EagleDrafter, EagleHead, load_head
+from files.chat import CHAT_TEMPLATES, JinjaTemplate
+from files.heads import EagleConfig, head_names
+from files.sandbox import Template
+from files.tokenizer import Tokenizer
+from files.weights import load_model
 from helpers import (
     GOLDEN,
     OPERATORS,
@@ -26,13 +31,8 @@ from helpers import (
     golden_target,
     refused,
 )
-from hf.chat import CHAT_TEMPLATES, JinjaTemplate
-from hf.heads import EagleConfig, head_names
-from hf.sandbox import Template
-from hf.tokenizer import Tokenizer
-from hf.weights import load_model
-from ops.backends import TORCH, use_backend
-from options import DEMO
+from run.options import DEMO
+from run.parsing import one_line_errors
 from scripts.train import train_block, train_eagle, training
 from scripts.train.acceptance import Chains, evaluate
 from scripts.train.losses import LossOptions, unrolled_losses

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from generate import generate, load
+from files.checkpoint import Quantization
 from helpers import refused, write_random_llama
-from hf.checkpoint import Quantization
-from options import DEMO
 from quantize import quantize_directory
+from run.generate import generate, load
+from run.options import DEMO
 from scripts import train_head
 from scripts.bench import measure as bench_measure
 from scripts.train import generate_answers, plan, train_eagle

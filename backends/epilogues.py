@@ -1,0 +1,208 @@
+"""Products on CUDA with the work behind them in the same launch (cuda/epilogues.py).
+
+1. A layer returns a product that is not computed yet (`Backend.lazy_matmul`); the function that
+   takes it computes it: `rotary_cache` and `swiglu` of the backend, `add` and `add_norm` here.
+2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
+   squares (`UnnormalizedRows`). A product commutes with the division of a row by its root mean
+   square, so the next product divides its own result.
+3. That rounds x w once, where `rms_norm` rounds x / rms and its product with w. So whether a norm
+   is left unscaled depends on the layers and on the dtype, and is the same for a token as for a
+   tree. Not in fp16, where x w may overflow.
+
+The references define the results; the kernels differ from them in the order of sums only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import reference as torch_backend
+from backends.library import cuda_products, lib
+from backends.triton import int4
+from reference import PART, HeadNorms
+
+lib.define(
+    "add_unscaled(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
+)
+lib.define(
+    "add_product(Tensor x, Tensor packed, Tensor? scale, Tensor stream, Tensor? weight, float eps) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+lib.define("gated_product(Tensor x, Tensor? squares, Tensor packed, Tensor? scale) -> Tensor")
+lib.define(
+    "rotary_product(Tensor x, Tensor? squares, Tensor packed, Tensor? scale, Tensor cos, "
+    "Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor? q_norm, Tensor? k_norm, "
+    "float eps) -> Tensor"
+)
+
+
+class UnnormalizedRows(NamedTuple):
+    """An RMSNorm's result before the division of each row by its root mean square."""
+
+    values: Tensor  # [..., F], x w
+    squares: Tensor  # [ceil(F / PART), M] fp32, sums of x^2 by row; eps F is in the first
+
+    def rms(self) -> Tensor:
+        """Return the root mean square of every row: [..., 1] fp32."""
+        mean = self.squares.sum(0) / self.values.shape[-1]  # [M]
+        return mean.sqrt().view(*self.values.shape[:-1], 1)
+
+
+class LazyMatmul(NamedTuple):
+    """A product x W^T that is not computed yet."""
+
+    x: Tensor  # [..., K]
+    squares: Tensor | None  # of `UnnormalizedRows`, by which the result is to be divided
+    packed: Tensor  # the weight, or its codes, and their scales as in backends/weight.py
+    scale: Tensor | None
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return x, the weight and its scales, of a product that is not divided."""
+        assert self.squares is None
+        return self.x, self.packed, self.scale
+
+
+def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
+    """Add a layer's output to the residual stream: a tensor, a product, or nothing.
+
+    x: [..., N], or a bias, [N]
+    """
+    if isinstance(delta, LazyMatmul):
+        total, *_ = torch.ops.gpt_eagle.add_product(*delta.operands(), x, None, 0.0)
+        return total
+    return x if delta is None else torch_backend.add(x, delta)
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | LazyMatmul | None, weight: Tensor, eps: float
+) -> tuple[Tensor, UnnormalizedRows]:
+    """Compute `add` and the RMSNorm of its result but for the division. weight: [F]"""
+    if isinstance(delta, LazyMatmul):
+        total, *norm = torch.ops.gpt_eagle.add_product(*delta.operands(), x, weight, eps)
+    else:
+        total, *norm = torch.ops.gpt_eagle.add_unscaled(x, delta, weight, eps)
+    return x if delta is None else total, UnnormalizedRows(*norm)
+
+
+# -------------------------------------------------------------------------------------- references
+
+
+def unnormalized_reference(x: Tensor, weight: Tensor, eps: float) -> UnnormalizedRows:
+    """Compute an RMSNorm but for the division, plainly."""
+    parts = F.pad(x.float(), (0, -x.shape[-1] % PART)).unflatten(-1, (-1, PART))
+    squares = parts.pow(2).sum(-1).flatten(0, -2).T.contiguous()  # [ceil(F / PART), M]
+    squares[0] += eps * x.shape[-1]
+    return UnnormalizedRows(x * weight, squares)
+
+
+def add_norm_reference(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, UnnormalizedRows]:
+    """Compute `add_norm` plainly. delta: [..., F] fp32, the product"""
+    total = (x.float() + delta).to(x.dtype)
+    return total, unnormalized_reference(total, weight, eps)
+
+
+def swiglu_reference(y: Tensor, x: UnnormalizedRows) -> Tensor:
+    """Compute the backend's `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
+    return torch_backend.swiglu(y / x.rms()).to(x.values.dtype)
+
+
+def rotary_cache_reference(
+    y: Tensor,
+    x: UnnormalizedRows,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Compute the backend's `rotary_cache` plainly from the product of x.values, y: [B, T, N]."""
+    qkv = (y / x.rms()).to(k.dtype).unflatten(-1, (-1, k.shape[3]))
+    return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
+
+
+# -------------------------------------------------------------------------------------------- CUDA
+
+
+def _outputs(packed: Tensor) -> int:
+    if int4.is_fragments(packed):
+        return int4.outputs_of(packed)
+    return packed.shape[-2]  # of a weight, [N, K], and of codes, [blocks, N, columns]
+
+
+def _sizes(x: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the shapes of `UnnormalizedRows` of the rows of x, with `width` features."""
+    return (*x.shape[:-1], width), (-(-width // PART), x.numel() // x.shape[-1])
+
+
+def _add_unscaled_cuda(x, delta, weight, eps):
+    import backends.triton.epilogues
+
+    with torch.cuda.device(x.device):
+        return backends.triton.epilogues.add_unscaled(x, delta, weight, eps)
+
+
+def _add_product_cuda(x, packed, scale, stream, weight, eps):
+    import backends.triton.epilogues
+
+    with torch.cuda.device(x.device):
+        gpu = backends.triton.epilogues.gpu_of(x)
+        return backends.triton.epilogues.add_product(
+            LazyMatmul(x, None, packed, scale), stream, weight, eps, gpu
+        )
+
+
+def _gated_product_cuda(x, squares, packed, scale):
+    products = cuda_products()
+    with torch.cuda.device(x.device):
+        device = products.device_of(x.device.index)
+        return products.matmul(x, packed, scale, device, "swiglu", squares)
+
+
+def _rotary_product_cuda(x, squares, packed, scale, cos, sin, k, v, slots, *norms):
+    import backends.triton.epilogues
+
+    with torch.cuda.device(x.device):
+        gpu = backends.triton.epilogues.gpu_of(x)
+        product = LazyMatmul(x, squares, packed, scale)
+        return backends.triton.epilogues.rotary_product(
+            product, (cos, sin), k, v, slots, norms, gpu
+        )
+
+
+lib.impl("add_unscaled", _add_unscaled_cuda, "CUDA")
+lib.impl("add_product", _add_product_cuda, "CUDA")
+lib.impl("gated_product", _gated_product_cuda, "CUDA")
+lib.impl("rotary_product", _rotary_product_cuda, "CUDA")
+
+
+@torch.library.register_fake("gpt_eagle::add_unscaled", lib=lib)
+def _(x, delta, weight, eps):
+    values, squares = _sizes(x, x.shape[-1])
+    fp32 = x.new_empty(squares, dtype=torch.float32)
+    return x.new_empty(0 if delta is None else values), x.new_empty(values), fp32
+
+
+@torch.library.register_fake("gpt_eagle::add_product", lib=lib)
+def _(x, packed, scale, stream, weight, eps):
+    values, squares = _sizes(x, _outputs(packed))
+    if weight is None:
+        return x.new_empty(values), x.new_empty(0), x.new_empty(0, dtype=torch.float32)
+    fp32 = x.new_empty(squares, dtype=torch.float32)
+    return x.new_empty(values), x.new_empty(values), fp32
+
+
+@torch.library.register_fake("gpt_eagle::gated_product", lib=lib)
+def _(x, squares, packed, scale):
+    return x.new_empty(*x.shape[:-1], _outputs(packed) // 2)
+
+
+@torch.library.register_fake("gpt_eagle::rotary_product", lib=lib)
+def _(x, squares, packed, scale, cos, sin, k, v, slots, *norms):
+    heads = _outputs(packed) // k.shape[3] - 2 * k.shape[1]
+    return k.new_empty(*slots.shape, heads, k.shape[3])

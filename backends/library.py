@@ -1,0 +1,154 @@
+"""The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
+
+Functions of a cycle and of a layer are chosen once, while loading (backends.py): C++ in `cpu/` for
+CPUs, Triton in `cuda/` for CUDA, plain PyTorch in torch_backend.py. Elsewhere are whole passes of a
+model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
+All are registered with `torch.library`, so that a step that uses them compiles with
+`fullgraph=True`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from backends import switches
+from backends.switches import FAMILIES
+from files.io import log_note
+
+lib = torch.library.Library("gpt_eagle", "DEF")
+
+
+def refuse_gradients() -> None:
+    """Let operators raise where an input needs gradients: they have none, and would train wrongly.
+
+    Those that exist when the C++ operators are loaded do so there (cpu/operators.cpp), at no cost
+    while decoding; this is for the others. Writes: their kernels for autograd.
+    """
+    for name in lib._op_defs:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
+            operator = getattr(torch.ops.gpt_eagle, name.removeprefix("gpt_eagle::")).default
+            lib.impl(operator, partial(_without_gradients, operator), "Autograd", with_keyset=True)
+
+
+def _without_gradients(operator: Any, keys: Any, *inputs: Any, **named: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, **named):
+        raise RuntimeError(
+            f"{operator.name()} has no gradients, and an input needs them; call "
+            "use_backend(module, TORCH) (backends/backends.py) for what learns, or torch.no_grad()"
+        )
+    return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **named)
+
+
+# the families that PyTorch replaces: the references beside the operators, and the modules of
+# model.py, run in their place. With all of them no operator of ours is built or called
+PLAIN: set[str] = set()
+with suppress(ValueError):  # `GenerateConfig.check` tells of an unknown one, in one line
+    PLAIN.update(switches.plain_families())
+
+
+def is_plain(*families: str) -> bool:
+    """Return whether PyTorch replaces one of these families; of none given: whether all.
+
+    A traced step may call this.
+    """
+    if not families:
+        return len(PLAIN) == len(FAMILIES)
+    for family in families:  # noqa: SIM110, as every torch traces it
+        if family in PLAIN:
+            return True
+    return False
+
+
+def set_plain(families: Iterable[str]) -> None:
+    """Replace these families by PyTorch, "all" of them or none, and no others.
+
+    Engines that exist keep what they have compiled, captured or fused.
+    Raises: ValueError for an unknown family. Writes: PLAIN.
+    """
+    chosen = switches.checked(families)
+    PLAIN.clear()
+    PLAIN.update(chosen)
+
+
+def has_triton() -> bool:
+    """Return whether Triton's kernels run; print once the consequences if it is missing."""
+    return not is_plain() and _triton_is_installed()
+
+
+@cache
+def _triton_is_installed() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log_note(
+        "Triton is missing: attention, top-k, experts and weights in int4 and int8 are slow, and "
+        "steps are not timed; pip install triton"
+    )
+    return False
+
+
+@cache
+def cuda_products() -> ModuleType:
+    """Import the products on CUDA, which need Triton."""
+    import backends.triton.qmatmul
+
+    return backends.triton.qmatmul
+
+
+# Empty until the first call of `has_cpu_operators`, then its result. A traced step only reads it.
+_cpp_available: list[bool] = []
+
+
+def has_cpu_operators(*families: str) -> bool:
+    """Return whether the C++ operators are loaded and serve these families.
+
+    The first call builds them; if that fails, it prints the reason once.
+    """
+    if is_plain(*families):
+        return False
+    if not _cpp_available:
+        from backends.cpp import build
+
+        _cpp_available.append(not build.load_operators())
+    return _cpp_available[0]
+
+
+def cpu_operators_are_loaded() -> bool:
+    """Return whether the C++ operators are loaded already, without building them."""
+    return _cpp_available == [True] and not is_plain()
+
+
+def tiles_in_use() -> str:
+    """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpu/tiles.py)."""
+    from backends.cpp import build
+
+    if build.loaded() and not is_plain("products"):
+        return torch.ops.gpt_eagle.tiles()[0]
+    return "none"
+
+
+@contextmanager
+def single_torch_thread(whether: bool = True) -> Iterator[None]:
+    """Run PyTorch's own loops on one thread, and the C++ operators' on as many as before.
+
+    After each loop PyTorch's threads (OpenMP's) spin for milliseconds, on cores that the threads of
+    the C++ operators need.
+    whether: False: do nothing
+    """
+    count = torch.get_num_threads()
+    if not whether or count == 1:
+        yield
+        return
+    try:
+        torch.ops.gpt_eagle.own_threads(count)
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(count)
+        torch.ops.gpt_eagle.own_threads(0)

@@ -1,0 +1,31 @@
+"""EAGLE heads with additions: inflate and --draft eagle+ngram."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafters import DraftMethod
+from drafts.kept_texts import texts_for
+from drafts.ngram_draft import Ngram
+from drafts.presets import PresetPolicy
+from eagle_draft import load_drafter
+from model import Transformer
+from run.methods import spec_of
+from run.observer import Observer
+from run.options import GenerateConfig
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
+    """Load an EAGLE head. Raises: ValueError for options or files that do not fit."""
+    added: dict[str, Any] = {}
+    policy = Observer()
+    if config.inflate:
+        from drafts.stand_in import head_source
+
+        added["source"] = head_source(config, target)
+    if spec_of(config).searches_text:
+        kept = texts_for(config, target, tokenizer)
+        added["graft"] = Ngram.from_config(config, kept)
+        policy = PresetPolicy(kept)
+    drafter = load_drafter(target, config, **added)
+    return DraftMethod((drafter,), drafter.resolved_options(), policy)

@@ -1,0 +1,200 @@
+"""`accept=residual`: the papers' acceptance rule, exact in distribution and not token by token.
+
+A drafted token x is accepted with probability min(1, p(x) / q(x)). After a rejection p becomes
+norm(max(0, p - q)). On a chain this is standard speculative sampling.
+Source: EAGLE-1 (arXiv 2401.15077), Algorithm 1.
+
+The rule takes its uniforms as a tensor, so that recorded runs can be replayed. The uniforms and the
+noise of the bonus token belong to the request (sampling.py): the same seed and tree give the same
+tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import sampling
+from backends.tree import Accepted, Children
+from decode import Cycle, DecodeState
+from draft_tree import DraftTree, DynamicTree
+from drafters import DraftInputs, TreeDrafter
+from reference import compaction, path_to
+from run.tree_paths import MAX_NODES
+from runtime import replace_fields
+
+
+def accept_residual(
+    tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle
+) -> Accepted:
+    """Accept by the papers' rule; an `Engine.accept_rule`.
+
+    logits: [B, N, V]
+    noise: [B, D+1, V]
+    """
+    depth = cycle.drafter.depth
+    width = cycle.drafter.width
+    rule = state.sampling.needed(cycle.mode)
+    p = sampling.process(logits, rule, cycle.backend).softmax(-1)  # [B, N, V]
+    draws = state.draws[:, None]  # [B, 1]
+    uniform = sampling.uniforms(state.sampling, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
+    node, rest = residual_accept(tree, p, uniform, depth, width)
+    path, length = path_to(tree, node, depth)
+    last = length[:, None]  # [B, 1]
+    at_end = noise.gather(1, last[:, :, None].expand(-1, 1, noise.shape[2])).squeeze(1)  # [B, V]
+    bonus = (rest.log() + at_end).argmax(-1, keepdim=True)  # [B, 1]
+    emitted = tree.tokens.gather(1, path).roll(-1, dims=1).scatter(1, last, bonus)  # [B, D+1]
+    return Accepted(path, length, emitted, compaction(path, length))
+
+
+# ---------------------------------------------------------------------------------------- children
+
+
+class SampledChildren:
+    """Draws the children of every node without replacement from q, with noise of its own.
+
+    A dynamic tree that pruned them by their own q would be lossy.
+    """
+
+    def __init__(self, drafter: TreeDrafter):
+        """Plan the draws for the tree of a drafter. Raises: ValueError for a dynamic tree."""
+        tree = drafter.tree
+        if isinstance(tree, DynamicTree):
+            raise ValueError(
+                "the children of a dynamic tree cannot be sampled: dropping some by their "
+                "probability would change the output; use a static tree"
+            )
+        self.rows = [1, *tree.widths]  # nodes of each level that have children
+        drafted = torch.arange(1, tree.size, device=tree.nodes.device)[None]
+        last = tree.plan[-1]
+        candidates = last.first_candidate + self.rows[-1] * last.k
+        number = torch.zeros(1, candidates + 1, dtype=torch.long, device=drafted.device)
+        # [1, P+1] int64, the node of the root and of each candidate; 0: none
+        self.number = number.scatter(1, tree.nodes + 1, drafted)
+
+    def draw(self, drafter: TreeDrafter, out: Tensor, level: int, inputs: DraftInputs) -> Children:
+        """Draw the children of a level's nodes; `extra` is q. out: [B, R, F]."""
+        rows = self.rows[level]
+        first = sum(self.rows[:level])  # rows of noise of earlier levels
+        z = drafter.logits_of(out, level).expand(-1, rows, -1)  # [B, R, Vd]
+        log_q = sampling.process(z, inputs.sampling, drafter.backend).log_softmax(-1)
+        own = inputs.draws * MAX_NODES + first  # rows of noise that nothing else reads
+        size = drafter.vocab.size
+        noise = (inputs.sampling, own, rows, size, sampling.DRAFT, drafter.backend)
+        fresh = sampling.gumbel(*noise)
+        fresh = drafter.vocab.columns(fresh)  # [B, R, Vd]
+        columns = (log_q + fresh).topk(drafter.tree.plan[level].k, dim=-1).indices
+        tokens = drafter.vocab.tokens(columns)
+        return Children(tokens, log_q.gather(2, columns), drafter.vocab.spread(log_q.exp()))
+
+    def attach(self, tree: DraftTree, scored: list[Any], expanded: list[Tensor]) -> DraftTree:
+        """Add the distributions that the children of each node were drawn from, [B, N, V].
+
+        scored: of each level, from `draw`, or scores where all sequences are greedy
+        expanded: per level, the flat indices of the nodes that ran, [B, R]
+        """
+        if not isinstance(scored[0], Children):
+            return tree
+        root = torch.full_like(tree.parents[:, :1], -1)
+        index = torch.cat((root, *expanded), 1) + 1  # [B, sum R]; + 1: column 0 is the root
+        node = self.number.expand(len(root), -1).gather(1, index)[:, :, None]  # [B, sum R, 1]
+        q = torch.cat([children.extra for children in scored], 1)  # [B, sum R, V]
+        zeros = q.new_zeros(*tree.tokens.shape, q.shape[2])  # leaves have no children, hence no q
+        return replace_fields(tree, extra=zeros.scatter(1, node.expand_as(q), q))
+
+
+def sample_children(drafter: TreeDrafter) -> TreeDrafter:
+    """Let a drafter draw its children from q. Raises: ValueError for a dynamic tree.
+
+    Writes: the drafter.
+    """
+    drafter.children = "sampled"
+    drafter.sampler = SampledChildren(drafter)
+    return drafter
+
+
+# -------------------------------------------------------------------------------------- acceptance
+
+
+class Residual(NamedTuple):
+    """Outcome of the residual rule."""
+
+    node: Tensor  # [B] int64, the deepest accepted node
+    p: Tensor  # [B, V] fp32, distribution of the token after it
+
+
+def residual_accept(
+    tree: DraftTree, p: Tensor, uniform: Tensor, depth: int, width: int
+) -> Residual:
+    """Apply multi-round rejection sampling down the tree.
+
+    The children of a node are tried in node order: accept with min(1, p/q). After a rejection p
+    becomes norm(max(0, p - q)), and q, `tree.extra`, loses the rejected token. Without q children
+    are distinct and certain (q = 1): accept with p, and a rejected token leaves p. Each child tried
+    uses one uniform.
+
+    p: [B, N, V] fp32, the target's distribution after each node
+    uniform: [B, U] fp32, consumed in order; U is above the number of children tried
+    depth, width: bounds on the depth of the tree and on the children of a node
+    Returns: the last node of the walk and the distribution of the next token.
+    Source: EAGLE-1 (arXiv 2401.15077) Algorithm 1; SpecInfer (arXiv 2305.09781).
+    """
+    numbers = torch.arange(tree.tokens.shape[1], device=p.device)  # [N]
+    siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (numbers > 0)  # [B, N, N]
+    earlier = siblings & (numbers < numbers[:, None])  # [B, N, N]
+    rank = earlier.sum(-1)  # [B, N], place among the parent's children
+    node = torch.zeros(p.shape[0], dtype=torch.long, device=p.device)  # [B]
+    used = torch.zeros_like(node)  # [B], uniforms
+    # [B], False once a node has rejected all its children
+    walking = torch.ones_like(node, dtype=torch.bool)
+    current = p[:, 0]  # [B, V]
+    for _ in range(depth):
+        parent = node
+        moved = torch.zeros_like(node, dtype=torch.bool)
+        proposal = _at(tree.extra, parent) if tree.extra is not None else None  # [B, V]
+        for r in range(width):
+            of_parent = (tree.parents == parent[:, None]) & (rank == r)  # [B, N]
+            child_here = of_parent & (numbers > 0) & tree.valid  # [B, N]
+            child = child_here.int().argmax(-1, keepdim=True)  # [B, 1]
+            trying = child_here.any(-1) & walking & ~moved
+            token = tree.tokens.gather(1, child)  # [B, 1]
+            p_x = _pick(current, token)
+            q_x = torch.ones_like(p_x) if proposal is None else _pick(proposal, token)
+            u = _pick(uniform, used[:, None])
+            used = used + trying
+            taken = trying & (q_x > 0) & (u * q_x <= p_x)
+            rejected = (trying & ~taken & (q_x > 0))[:, None]
+            current = torch.where(rejected, _residual(current, proposal, token), current)
+            if proposal is not None:  # a tried token leaves the proposal of its later siblings
+                remaining = _normalise(proposal.scatter(1, token, 0.0))
+                proposal = torch.where(trying[:, None], remaining, proposal)
+            node = torch.where(taken, child.squeeze(1), node)
+            moved = moved | taken
+        current = torch.where(moved[:, None], _at(p, node), current)
+        walking = moved
+    return Residual(node, current)
+
+
+def _pick(x: Tensor, column: Tensor) -> Tensor:  # [B, C], [B, 1] -> [B]
+    return x.gather(1, column).squeeze(1)
+
+
+def _at(x: Tensor, node: Tensor) -> Tensor:  # [B, N, V], [B] -> [B, V]
+    return x.gather(1, node[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
+
+
+def _residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
+    """Return norm(max(0, p - q)), where q = None puts all mass on `token`.
+
+    p, q: [B, V]
+    token: [B, 1]
+    """
+    rest = p.scatter(1, token, 0.0) if q is None else (p - q).clamp(min=0)
+    # p = q leaves no mass; only rounding can reject then, and p is as good
+    return torch.where(rest.sum(-1, keepdim=True) > 0, _normalise(rest), p)
+
+
+def _normalise(p: Tensor) -> Tensor:
+    return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)

@@ -1,0 +1,724 @@
+"""Read the files of a draft head: EAGLE-1, 2 and 3, in the layouts in use.
+
+1. `HeadFiles` gives a head's tensors the names of the official layout, and finds their version.
+2. `read_head` makes an `EagleConfig` of config.json and of these names, and checks that the head
+   fits the target.
+3. `head_names` maps each of our parameters to the tensors it is made of, `draft_vocab` returns the
+   tokens that a head drafts, and `draft_lm_head` makes the LM head of a draft where it is not the
+   target's own.
+
+Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec
+(`layers.0.`), speculators (the same, and a config of the layer inside the config), NeMo
+(`model.layers.0.`); of versions 1 and 2: the official one, and speculators' (`transformer.`). A
+norm, a bias, an embedding or an LM head in the weights is used, even against config.json. With
+`mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
+Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators (P-EAGLE: the
+package speculators 0.9.0, models/peagle).
+Not here: modules (eagle_draft.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from backends.formats import FORMATS, Encoder
+from drafters import DraftVocab
+from files.checkpoint import (
+    BLOCKS,
+    Quantization,
+    TensorSource,
+    WeightFiles,
+    fit_group,
+    saved_quantization,
+    scale_name,
+)
+from files.config import HFArchitecture, config_from, open_source
+from files.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    TOKEN_ID,
+    Rule,
+    integer,
+    key,
+    naming,
+    positive,
+    read_fields,
+)
+from files.io import is_gguf, log_note, read_json
+from files.untrusted import load_pickle, read_untrusted
+from files.weights import check_layers, layer_names
+from linear import Linear
+from model import ModelConfig
+from models.keys import WIDTH, HFConfig, HFSwiGLU
+from run.parsing import require
+
+# beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
+OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+LAYOUTS = (
+    "EAGLE-1 to 3, P-EAGLE, DFlash, DFlash2, JetSpec, DSpark, DSpine, LiLiCorr, Medusa and Hydra"
+)
+# the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
+DRAFT_INPUTS = "feature&shifted"
+LAYERS = Rule(
+    "a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v)
+)
+
+
+@dataclass(frozen=True)
+class HFHead:
+    """The keys of config.json that every head may have (ours)."""
+
+    draft_inputs: str = key(TEXT, DRAFT_INPUTS)
+    draft_sharpness: float = key(positive(1e6), 1.0)  # c in log softmax(c z), see drafters.py
+
+
+@dataclass(frozen=True)
+class HFEagle2Head(HFHead):
+    """The further keys of a head of version 1 or 2."""
+
+    bias: bool = key(FLAG, True)  # of its fc
+    qkv_bias: bool = key(FLAG, False)
+
+
+@dataclass(frozen=True)
+class HFNestedConfig:
+    """The keys of a version-3 head's config.json with keys of their own."""
+
+    # speculators: the keys that others have at the top
+    transformer_layer_config: dict | None = key(OBJECT, None)
+    eagle_config: dict | None = key(OBJECT, None)  # its keys are those of `HFEagle3Head`
+
+
+@dataclass(frozen=True)
+class HFEagle3Head(HFHead):
+    """The further keys of a head of version 3. An empty list of layers counts as missing."""
+
+    target_hidden_size: int | None = key(WIDTH, None)  # as hidden_size
+    draft_vocab_size: int | None = key(integer(1, 2**24), None)  # the length of d2t, or all
+    # False: the head takes the target's last features, and has no fc
+    use_aux_hidden_state: bool = key(FLAG, True)
+    norm_before_residual: bool = key(FLAG, False)
+    norm_before_fc: bool = key(FLAG, False)
+    fc_norm: bool = key(FLAG, False)
+    norm_output: bool | None = key(FLAG, None)
+    target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
+    # the same in `eagle_config`; at the top, layers whose inputs fc takes
+    eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)
+    mask_token_id: int | None = key(TOKEN_ID, None)  # P-EAGLE: the token of levels below the first
+    pard_token: int | None = key(TOKEN_ID, None)  # the same in vLLM's words
+    ptd_token_id: int | None = key(TOKEN_ID, None)
+
+
+# keys without a meaning for the function; a note names the keys that are neither here nor read
+NEUTRAL = {
+    "_name_or_path",
+    "attention_dropout",
+    "auto_map",
+    "dtype",  # a head has its target's
+    "embed_requires_grad",
+    "initializer_range",
+    "max_window_layers",
+    "num_target_layers",
+    "pad_token_id",
+    "pretraining_tp",
+    "quantization_config",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "target_model_type",
+    "torch_dtype",  # a head has its target's
+    "transformers_version",
+    "use_cache",
+    "use_qk_norm",  # the tensors say it
+}
+OFF = {  # keys that change nothing with this value
+    "use_sliding_window": False,
+    "layer_types": ["full_attention"],
+    "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+}
+BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
+MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
+# vLLM's and NeMo's names, see `_last_norm`
+FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """The parts of a head of version 3 besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
+
+    # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
+    aux_layers: tuple[int, ...]
+    target_dim: int  # their width
+    draft_vocab: int  # Vd, tokens that it drafts
+    norm_before_fc: bool = False  # a norm over all that fc fuses
+    fc_norm: bool = False  # a norm over each of them
+    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
+    # "logits": the last norm is for the logits only; "fed": also for the hidden state that is fed
+    # back; "none": there is no last norm
+    last_norm: str = "logits"
+    embedding: str = ""  # the tensor of its own embedding; "": the target's
+    lm_head: str = "lm_head.weight"  # of its own LM head; "": the target's
+    # P-EAGLE: the token of the positions that draft the levels below the first; None: it drafts
+    # level by level
+    mask_token: int | None = None
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The config of a head by its own files; nothing is taken from the target."""
+
+    model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layers
+    fc_bias: bool = True  # key `bias`; absent means True in versions 1 and 2
+    sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
+    eagle3: Eagle3 | None = None  # None: version 1 or 2
+
+    @staticmethod
+    def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
+        """Read `path/config.json` of version 1 or 2, or take `raw` for its content.
+
+        Raises: ValueError for a missing or broken file or key.
+        """
+        raw = raw or read_json(path / "config.json")
+        model = layer_config(path, raw)
+        with naming(path / "config.json"):
+            hf = read_fields(raw, HFEagle2Head)
+        _check_inputs(path, hf)
+        model = replace(model, qkv_bias=hf.qkv_bias, o_bias=False, mlp_bias=False)
+        return EagleConfig(model, fc_bias=hf.bias, sharpness=hf.draft_sharpness)
+
+
+def layer_config(path: Path, raw: dict) -> ModelConfig:
+    """Read the shape of a head's layers. Raises: ValueError for a missing or broken key."""
+    with naming(path / "config.json"):
+        # heads name the target's architecture; the head's own layer is always a LLaMA layer
+        return config_from(raw, "LlamaForCausalLM")
+
+
+def _check_inputs(path: Path, hf: HFHead) -> None:
+    if hf.draft_inputs != DRAFT_INPUTS:
+        raise ValueError(
+            f"{path}: the head was trained on {hf.draft_inputs}; only {DRAFT_INPUTS} can draft here"
+        )
+
+
+# -------------------------------------------------------------------------------------- layouts
+
+
+def head_files(path: Path, form: str) -> TensorSource:
+    """Open the files of a head. Codes of another format than `form` are read as their numbers."""
+    if is_gguf(path):
+        files = open_source(path)
+        if form == BLOCKS:
+            files.keep_blocks()
+        return files
+    files = WeightFiles(path)
+    saved = saved_quantization(files.config, path)
+    if saved is None or saved.format == form:
+        return files
+    kind = FORMATS[saved.format]
+    for name in [*files.readers]:
+        scale = files.readers.pop(scale_name(name), None)
+        if scale:
+            files.readers[name] = partial(_numbers, kind, files.readers[name], scale)
+    files.config = {k: v for k, v in files.config.items() if k != "quantization_config"}
+    return files
+
+
+def _numbers(
+    kind: type[Encoder], codes: Callable[[], Tensor], scale: Callable[[], Tensor]
+) -> Tensor:
+    return kind.decode(kind.from_file(codes()), scale())
+
+
+def version_of(names: Iterable[str]) -> int:
+    """Return a head's version by its tensors' names: 3, or 2 for versions 1 and 2.
+
+    Versions 1 and 2 have the same files.
+    """
+    for name in names:
+        if name.startswith("midlayer.") or name.endswith("layers.0.hidden_norm.weight"):
+            return 3
+    return 2
+
+
+class HeadFiles(TensorSource):
+    """The tensors of a head under the names of the official layout."""
+
+    def __init__(self, path: Path, source: TensorSource):
+        """Rename the tensors of `source`.
+
+        Raises: ValueError for a model, or tensors of two heads, or of another version than
+        config.json says.
+        """
+        names = [*source.readers, *source.quantized]
+        self.path = path
+        self.config = _without_speculators_layout(path, source.config)
+        self.version = version_of(names)
+        self.readers = {self._official(name): reader for name, reader in source.readers.items()}
+        self.quantized = {self._official(name): read for name, read in source.quantized.items()}
+        if self.config is not source.config:
+            self.readers.pop("lm_head.weight", None)  # the target's
+        # SafeAILab and SpecForge name the first layer so
+        self.midlayer = any(name.startswith("midlayer.") for name in names)
+        if MASK in self.readers:  # [1, 1, aux F]
+            self.readers[MASK] = partial(_flat, self.readers[MASK])
+        self._check_one_head(names)
+
+    def _check_one_head(self, names: list[str]) -> None:
+        """Check that all files are of one head. names: as the files have them"""
+        path = self.path
+        layers = any(name.startswith("model.layers.") for name in names)
+        if self.version < 3 and layers and "fc.weight" not in names:
+            raise ValueError(
+                f"{path} holds a model, and no head (model.layers, no fc.weight); use --draft "
+                f"model --draft_checkpoint {path}, or name the directory of a head"
+            )
+        if self.version < 3 and {"fc.weight", "fusion_fc.weight"}.isdisjoint(names):
+            more = " and others" if len(names) > 3 else ""
+            raise ValueError(
+                f"{path} is in no layout that is known: its tensors are {', '.join(names[:3])}"
+                f"{more}; known are {LAYOUTS} (files/HEADS.md)"
+            )
+        first_layer = ("layers.0.", "model.layers.0.")
+        both = self.midlayer and any(name.startswith(first_layer) for name in names)
+        if both or len(set(map(self._official, names))) < len(names):
+            raise ValueError(
+                f"{path} mixes versions: it has tensors of two layouts, as midlayer. and "
+                "layers.0.; keep those of one"
+            )
+        other = path / "pytorch_model.bin"
+        if (path / "model.safetensors").is_file() and other.is_file():
+            other_names = _names_in(other)
+            if other_names and version_of(other_names) != self.version:
+                raise ValueError(
+                    f"{path} mixes versions: model.safetensors and pytorch_model.bin hold "
+                    "two heads; remove one"
+                )
+        kinds = f"{self.config.get('architectures')} {self.config.get('speculators_model_type')}"
+        if self.version < 3 and "eagle3" in kinds.lower():
+            raise ValueError(
+                f"{path} mixes versions: an EAGLE-3 config, and weights of EAGLE-1 or 2; "
+                "use its own files"
+            )
+
+    def _official(self, name: str) -> str:
+        if self.version < 3:
+            for begin, own in OF_SPECULATORS.items():
+                if name.startswith(begin):
+                    return own + name.removeprefix(begin)
+            return name
+        name = name.removeprefix("model.")
+        if name.startswith("layers.0."):
+            return "midlayer." + name.removeprefix("layers.0.")
+        return name
+
+
+def _flat(read: Callable[[], Tensor]) -> Tensor:
+    return read().flatten()
+
+
+def _without_speculators_layout(path: Path, raw: dict) -> dict:
+    """Return a config.json of an EAGLE-1 head in speculators' layout with the official keys.
+
+    Raises: ValueError for a head with norms that the official one lacks.
+    """
+    layer = raw.get("transformer_layer_config")
+    if raw.get("speculators_model_type") != "eagle" or not isinstance(layer, dict):
+        return raw
+    if raw.get("layernorms"):
+        raise ValueError(
+            f"{path}: a head in speculators' format with layernorms is not supported; "
+            "use a head of EAGLE-1, 2 or 3 for this model"
+        )
+    own = {name: raw[name] for name in ("draft_inputs", "draft_sharpness") if name in raw}
+    return layer | own | {"bias": raw.get("fusion_bias", False)}
+
+
+def _names_in(file: Path) -> list[str]:
+    """Return the tensors' names in a .bin file that is not loaded; none if it cannot be read."""
+    try:
+        with read_untrusted(file):
+            return [*map(str, load_pickle(file, mmap=True))]
+    except ValueError:
+        return []
+
+
+def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
+    """Return our parameter's name -> the official head's tensors."""
+    eagle3 = config.eagle3
+    names = {}
+    if eagle3 is None or eagle3.aux_layers:
+        names["fc.weight"] = ("fc.weight",)
+        if config.fc_bias:
+            names["fc.bias"] = ("fc.bias",)
+    for i in range(config.model.n_layers):
+        theirs = f"layers.{i}."
+        if eagle3 and i == 0:
+            theirs = "midlayer."
+        steps = config.model.layer(i)[i == 0 :]  # the first layer has no norm before its attention
+        names |= layer_names(f"layers.{i}.", theirs, steps, config.model.names)
+    if eagle3 is None:
+        return names
+    norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
+    if eagle3.last_norm == "fed":
+        norms["norm"] = "norm"
+    elif eagle3.last_norm == "logits":
+        norms["output_norm"] = "norm"
+    if eagle3.norm_before_fc:
+        norms["input_norm"] = "input_norm"
+    if eagle3.fc_norm:
+        norms |= {f"fc_norm_{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
+    names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
+    if eagle3.embedding:
+        names["embedding.weight"] = (eagle3.embedding,)
+    if eagle3.lm_head:
+        names["lm_head.weight"] = (eagle3.lm_head,)
+    if eagle3.mask_token is not None:
+        names[MASK] = (MASK,)
+    return names
+
+
+def is_unused(name: str, config: EagleConfig) -> bool:
+    """Return whether a head's tensor may stay unused.
+
+    Official files of versions 1 and 2 repeat the target's embedding. `t2d` lists the tokens that
+    `d2t` reaches. Speculators may hold the norm and the LM head of their target.
+    """
+    endings = ("d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
+    if config.eagle3:
+        endings += ("verifier_norm.weight", "verifier_lm_head.weight")
+    return name.endswith(endings)
+
+
+# ---------------------------------------------------------------------------- config of a head
+
+
+def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
+    """Read the config of a head and check it against its target.
+
+    Raises: ValueError for a head of another target, or an impossible config.
+    """
+    path = files.path
+    if files.version < 3:
+        config = EagleConfig.from_dir(path, files.config)
+    else:
+        config = _read_eagle3(files, target.n_layers)
+    config = replace(config, model=_with_own_layers(config.model, files, target.n_layers))
+    check_layers(config.model, files)
+    dim = config.model.dim
+    eagle3 = config.eagle3
+    width = dim
+    if eagle3:
+        width = eagle3.target_dim
+    own = "hidden_size" if width == dim else "target_hidden_size"
+    check_sizes(path, width, config.model.vocab_size, target, own)
+    if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
+        raise ValueError(
+            f"{path}: hidden_size is {dim}, the target's is {width}; such a head needs its own "
+            "embed_tokens, fc and lm_head: download it again"
+        )
+    return config
+
+
+def check_sizes(
+    path: Path, width: int, vocab_size: int, target: ModelConfig, key: str = "hidden_size"
+) -> None:
+    """Check that a head is of its target's sizes. Raises: ValueError for another model's.
+
+    width: of the features that it reads, by `key` of config.json
+    """
+    for name, ours, theirs in (
+        (key, width, target.dim),
+        ("vocab_size", vocab_size, target.vocab_size),
+    ):
+        fault = f"{path}: {name} is {ours}, the target's is {theirs}"
+        require(ours == theirs, f"{fault}; use the head made for this target")
+
+
+def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -> ModelConfig:
+    """Return a head's shape with the layers in its files, where its config counts the target's.
+
+    The official code makes one layer and does not read num_hidden_layers.
+    """
+    names = [*files.readers, *files.quantized]
+    numbers = [re.match(r"layers\.(\d+)\.", name) for name in names]
+    count = 1 + max((int(number[1]) for number in numbers if number), default=0)
+    if model.n_layers > count and (files.midlayer or model.n_layers == target_layers):
+        return replace(model, n_layers=count)
+    return model
+
+
+def print_notes(files: HeadFiles, config: EagleConfig) -> None:
+    """Print the keys of config.json without effect here, if there are any."""
+    unknown = _keys_without_effect(files.config, config)
+    if unknown:
+        listed = ", ".join(sorted(unknown))
+        log_note(f"{files.path}: keys of config.json without effect here: {listed}")
+
+
+def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
+    """Return the keys of a head's config.json that nothing reads and that are not neutral."""
+    parts: list[tuple[dict, tuple[type, ...]]]  # an object in it, and the records of its keys
+    if config.eagle3:
+        layer = raw.get("transformer_layer_config")
+        flags = raw.get("eagle_config")
+        top = (HFArchitecture, HFNestedConfig, HFEagle3Head)
+        if not layer:
+            top += (HFConfig, HFSwiGLU)
+        parts = [
+            (raw, top),
+            (layer or {}, (HFArchitecture, HFConfig, HFSwiGLU)),
+            (flags or {}, (HFEagle3Head,)),
+        ]
+    else:
+        parts = [(raw, (HFArchitecture, HFConfig, HFSwiGLU, HFEagle2Head))]
+    model = config.model
+    expected = OFF | {
+        "bias": config.fc_bias,
+        "layer_types": ["full_attention"] * model.n_layers,
+        "attention_bias": model.qkv_bias,
+        "mlp_bias": model.mlp_bias,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
+    unknown = set()
+    for part, records in parts:
+        known = NEUTRAL | {declared.name for record in records for declared in fields(record)}
+        for name, value in part.items():
+            if name in expected and value not in (expected[name], None):
+                unknown.add(name)
+            if name not in expected and name not in known:
+                unknown.add(name)
+    return unknown
+
+
+def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
+    """Read the config of a head of version 3. layers: of the target"""
+    path = files.path
+    raw = files.config
+    tensors = {*files.readers, *files.quantized}
+    with naming(path / "config.json"):
+        nested = read_fields(raw, HFNestedConfig)
+        layer = nested.transformer_layer_config
+        flags = nested.eagle_config or {}
+        hf = read_fields({**raw, **flags}, HFEagle3Head)
+        hf_top = read_fields(raw, HFEagle3Head)
+        hf_flags = read_fields(flags, HFEagle3Head)
+    _check_inputs(path, hf)
+    model = layer_config(path, raw if layer is None else layer)
+    biases = {kind: f"midlayer.{name}.bias" in tensors for kind, name in BIASES.items()}
+    model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in tensors, **biases)
+    vocab = _draft_vocab_size(files, hf, model.vocab_size)
+    norms = {
+        "norm_before_fc": hf.norm_before_fc or "input_norm.weight" in tensors,
+        "fc_norm": hf.fc_norm or "fc_norm.0.weight" in tensors,
+    }
+    aux_layers = ()
+    if hf.use_aux_hidden_state:
+        aux_layers = _aux_layers(path, hf_top, hf_flags, layers)
+    elif any(norms.values()):
+        name = next(name for name in norms if norms[name])
+        raise ValueError(
+            f"{path}: {name} norms what fc takes, and use_aux_hidden_state is false; correct one"
+        )
+    embedding = "embed_tokens.weight" if "embed_tokens.weight" in tensors else ""
+    lm_head = "lm_head.weight"
+    if vocab == model.vocab_size and lm_head not in tensors:
+        lm_head = embedding if model.tie_embeddings else ""
+    eagle3 = Eagle3(
+        aux_layers=aux_layers,
+        target_dim=hf.target_hidden_size or model.dim,
+        draft_vocab=vocab,
+        norm_before_residual=hf.norm_before_residual,
+        last_norm=_last_norm(files, hf.norm_output, layer is not None or norms["fc_norm"]),
+        embedding=embedding,
+        lm_head=lm_head,
+        mask_token=_mask_token(path, hf, model.vocab_size) if MASK in tensors else None,
+        **norms,
+    )
+    return EagleConfig(model, "fc.bias" in tensors, hf.draft_sharpness, eagle3)
+
+
+def _mask_token(path: Path, hf: HFEagle3Head, vocab_size: int) -> int:
+    """Return the mask token of P-EAGLE. Raises: ValueError for a missing or impossible one."""
+    ids = [hf.mask_token_id, hf.pard_token, hf.ptd_token_id]
+    token = next((token for token in ids if token is not None), None)
+    if token is None or token >= vocab_size:
+        raise ValueError(
+            f"{path}: {MASK} makes it a P-EAGLE head, which needs a mask_token_id below vocab_size "
+            f"({vocab_size}); it is {token}: use its own config.json"
+        )
+    return token
+
+
+def _d2t_size(files: HeadFiles, vocab_size: int) -> int:
+    """Return the length of d2t; without it a head drafts the whole vocabulary."""
+    if "d2t" in files.readers:
+        return files.read("d2t").numel()
+    return vocab_size
+
+
+def _draft_vocab_size(files: HeadFiles, hf: HFEagle3Head, vocab_size: int) -> int:
+    """Return the number of tokens that a head drafts. Raises: ValueError for too many."""
+    size = hf.draft_vocab_size
+    if not size:
+        size = _d2t_size(files, vocab_size)
+    if size > vocab_size:
+        raise ValueError(
+            f"{files.path}: draft_vocab_size, or the length of d2t, is {size}, "
+            f"and vocab_size {vocab_size}; it must be at most that: correct config.json"
+        )
+    return size
+
+
+def _last_norm(files: HeadFiles, output: bool | None, newer: bool) -> str:
+    """Return the use of the last norm, by `norm_output`.
+
+    True: the normed output is fed back, as in vLLM, NeMo and speculators; SpecForge norms it
+    before the LM head only. False or absent: it is normed before the LM head only; SpecForge
+    leaves out the norm where it is false.
+
+    newer: the layout is speculators', or the head has fc_norm
+    """
+    if output is False and "norm.weight" not in files.readers:
+        return "none"
+    named = any(name in str(files.config.get("architectures")) for name in FEEDS_NORMED)
+    if output and (newer or named or not files.midlayer):
+        return "fed"
+    return "logits"
+
+
+def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int) -> tuple[int, ...]:
+    """Return the layers of the target whose inputs a head takes.
+
+    top, flags: the keys at the top and in `eagle_config`
+    Raises: ValueError for layers that the target does not have, and for a list that does not
+    ascend: vLLM puts the layers in ascending order, others take them as they are listed.
+    """
+    lists = [  # the ids, and their distance to the layer whose input is meant
+        (top.eagle_aux_hidden_state_layer_ids, 0),
+        (flags.eagle_aux_hidden_state_layer_ids, 1),
+        (top.target_layer_ids, 1),
+        (flags.target_layer_ids, 1),
+    ]
+    choices = {tuple(i + shift for i in ids) for ids, shift in lists if ids}
+    if len(choices) > 1:
+        twice = " and ".join(map(str, sorted(choices)))
+        raise ValueError(
+            f"{path}: the target's layers are named twice, as inputs {twice}; keep one list"
+        )
+    if choices:
+        aux_layers = choices.pop()
+        default = ""
+    else:
+        aux_layers = (2, layers // 2, layers - 3)
+        default = " (the default, since none are named)"
+    ascending = list(aux_layers) == sorted(set(aux_layers))
+    if not ascending or not 0 <= aux_layers[0] <= aux_layers[-1] <= layers:
+        listed = ", ".join(map(str, aux_layers))
+        raise ValueError(
+            f"{path}: the head takes the inputs of the target's layers {listed}{default}, which "
+            f"must ascend from 0 to {layers} ({layers}: the last one's output); use its own "
+            "target, or name others in eagle_aux_hidden_state_layer_ids"
+        )
+    return aux_layers
+
+
+def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> DraftVocab | None:
+    """Return the tokens that a head drafts; None: the target's.
+
+    In files of versions 1 and 2, `d2t` is ours (scripts/train/losses.py).
+
+    Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
+    Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores
+    the lowest token wins.
+    """
+    eagle3 = config.eagle3
+    size = config.model.vocab_size
+    count = eagle3.draft_vocab if eagle3 else _d2t_size(files, size)
+    if count == size:  # the official code drops d2t then
+        return None
+    ids, order = drafted_ids(files, count, size)
+    if eagle3:
+        order_rows(files, eagle3.lm_head, order)
+    return DraftVocab(size, ids.to(device))
+
+
+def order_rows(files: TensorSource, name: str, order: Tensor) -> None:
+    """Put the rows of a weight, one for each drafted token, in another order.
+
+    Writes: the reader of the weight, if there is one.
+    """
+    if not (order.diff() < 0).any():
+        return
+    for part in {name, scale_name(name)} & set(files.readers):
+        files.readers[part] = partial(_read_permuted, files.readers[part], order)
+    if name in files.quantized:  # in the blocks of a GGUF file
+        blocks = files.quantized[name]()._replace(order=order)
+        files.quantized[name] = lambda: blocks
+
+
+def drafted_ids(files: TensorSource, count: int, size: int) -> tuple[Tensor, Tensor]:
+    """Read the ids of the `count` tokens in `d2t`. size: of the target's vocabulary
+
+    Returns: ([Vd] ids, ascending; [Vd] their places in the file), int64.
+    """
+    path = files.path
+    differences = files.read("d2t")
+    if differences.shape != (count,) or differences.dtype not in (torch.int64, torch.int32):
+        actual = f"{differences.dtype} of shape {list(differences.shape)}"
+        raise ValueError(
+            f"{path}: d2t must hold draft_vocab_size ({count}) whole numbers; it is {actual}; "
+            "correct the key, or download the head again"
+        )
+    ids, order = (torch.arange(count) + differences.long()).sort()
+    for extreme in (int(ids[0]), int(ids[-1])):
+        if not 0 <= extreme < size:
+            raise ValueError(
+                f"{path}: d2t reaches the token {extreme}, the target has 0..{size - 1}; "
+                "a token is its index plus d2t: correct it"
+            )
+    repeated = ids[1:][ids.diff() == 0]
+    if len(repeated):
+        raise ValueError(
+            f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again"
+        )
+    return ids, order
+
+
+def _read_permuted(read: Callable[[], Tensor], order: Tensor) -> Tensor:
+    return read()[order]
+
+
+# -------------------------------------------------------------------------------------- LM heads
+
+
+def draft_lm_head(
+    model: nn.Module, quant: Quantization | None, ids: Tensor | None = None
+) -> nn.Module:
+    """Return a model's LM head, or a copy in the draft's format or with some tokens' rows only.
+
+    ids: [Vd] int64, the tokens to keep; None: all
+    """
+    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
+    own = model.lm_head
+    if ids is not None:
+        own = own.rows(ids)
+    if quant is None or quant.is_blocks:  # blocks are a file's own
+        return own
+    if own.format == quant.format:
+        fits = own.format == "int8" or own.group_size == (quant.group_size or own.group_size)
+        if fits:
+            return own
+    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
+    weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
+    return Linear.of(weight, fp32_out=True, backend=own.backend)

@@ -1,0 +1,450 @@
+"""Files, read as text or JSON, and written completely or not at all; and notes to a person.
+
+A file that cannot be read or written is reported as one ValueError on one line with its name.
+This module imports no torch, so that a mistake on the command line is reported before torch is
+imported.
+Not here: files that libraries read (files/untrusted.py), the keys that a JSON file may have
+(files/fields.py), tensors by name (files/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
+
+LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
+TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
+# of a model on a hub, and of one of its GGUF files
+HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<kind>\w[\w.-]*))?", re.ASCII)
+PREFIXES = ("hf:", "ollama:")  # of names
+
+
+NOTES = logging.getLogger("gpt_eagle")
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"  # that come with this code
+
+
+class LocalError(ValueError):
+    """An error whose message names a file or an option, for a person at this machine."""
+
+    def __init__(self, message: str, plain: str):
+        """plain: the message for clients of a server, who have neither"""
+        super().__init__(message)
+        self.plain = plain
+
+
+# ---------------------------------------------------------------------- notes
+
+
+def log_note(text: str) -> None:
+    """Tell a person what was done, in one line, by the logger `gpt_eagle`.
+
+    A command prints the line (`base.parsing.show_notes`); a Python caller configures the logger.
+    """
+    NOTES.warning(text, stacklevel=2)
+
+
+def has_colours() -> bool:
+    """Return whether standard output shows colours. Source: no-color.org."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+# ---------------------------------------------------------------------- text and JSON
+
+
+def one_line(message: Any, most: int = 1000) -> str:
+    """Return an error's message on one printable line.
+
+    most: characters; the middle of a longer message is left out
+    """
+    text = str(message)
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(printable.split()) or type(message).__name__
+
+
+def read_text(path: Path) -> str:
+    """Read a file's text. Raises: ValueError if it cannot be read, is not UTF-8, or never ends."""
+    try:
+        mode = path.stat().st_mode
+        is_character_device = stat.S_ISCHR(mode) and not os.path.samefile(path, "/dev/stdin")
+        if stat.S_ISBLK(mode) or is_character_device:
+            raise ValueError(f"{path} is a device; name a file")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; name another file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it") from None
+
+
+def read_named(path: Path, flag: str) -> str:
+    """Read a file's text, as `read_text`. flag: names the file in the message."""
+    try:
+        return read_text(path)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def parse_json(text: str, where: Any) -> Any:
+    """Parse any JSON value.
+
+    Raises: ValueError for a text that is not JSON, is nested too deeply or has too long a number.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {one_line(error, 200)}; correct it") from None
+
+
+def read_json(path: Path) -> dict:
+    """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
+    check_directory(path.parent)
+    if not path.is_file():
+        remedy = "a Hugging Face model directory is expected"
+        models = gguf_files(path.parent)
+        if models:
+            remedy = f"name one of its GGUF files: {', '.join(file.name for file in models)}"
+        raise ValueError(f"{path.parent} has no {path.name}; {remedy}")
+    text = read_text(path)
+    if lfs_fault(path):
+        raise ValueError(f"{path}: {lfs_fault(path)}")
+    value = parse_json(text, path)
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} must hold a JSON object, not a {type(value).__name__}; correct it"
+        )
+    return value
+
+
+def read_jsonl(path: Path, flag: str, check: Callable[[dict], str] = lambda row: "") -> list[dict]:
+    """Read one JSON object a line, or a JSON array of objects.
+
+    flag: names the file in the message
+    check: returns the fault of an object; "" when it has none
+    Raises: ValueError that names the file and the line.
+    """
+    return parse_jsonl(read_named(path, flag), f"{flag}: {path}", check)
+
+
+def parse_jsonl(
+    text: str, source: str, check: Callable[[dict], str] = lambda row: ""
+) -> list[dict]:
+    """Parse what `read_jsonl` reads. source: names the file in a message"""
+    lines = text.split("\n")
+    if text.lstrip().startswith("["):
+        lines = [text]
+    objects: list[dict] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{source} line {number}"
+            values = parse_json(line, where)
+            if not isinstance(values, list):
+                values = [values]
+            for each in values:
+                fault = check(each) if isinstance(each, dict) else ""
+                if fault:
+                    raise ValueError(f"{where}: {fault}")
+            objects += values
+    if not objects or not all(isinstance(each, dict) for each in objects):
+        raise ValueError(f"{source} must hold one JSON object a line; correct it")
+    return objects
+
+
+# ---------------------------------------------------------------------- paths
+
+
+def is_model_name(text: str) -> bool:
+    """Return whether a checkpoint is named, as hf:OWNER/NAME or ollama:NAME, and is no path.
+
+    OWNER/NAME alone is a name where there is no folder OWNER here.
+    """
+    if text.startswith(PREFIXES):
+        return True
+    is_path = text.lower().endswith(".gguf") or Path(text.partition("/")[0]).exists()
+    return not is_path and HUB_NAME.fullmatch(text) is not None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a checkpoint is a GGUF file (files/gguf.py), and not a model directory.
+
+    ollama's files have no suffix.
+    """
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():  # a queue would be read empty
+        return False
+    try:
+        with path.open("rb") as content:
+            return content.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, without the parts of models that read pictures."""
+    files = sorted(folder.glob("*.[gG][gG][uU][fF]"))
+    return [file for file in files if file.is_file() and not file.name.startswith("mmproj")]
+
+
+def model_file(path: Path) -> Path:
+    """Return the one GGUF file of a folder without other weights; else the path as it is."""
+    files = gguf_files(path)
+    others = (file for ending in ("safetensors", "bin", "pt") for file in path.glob(f"*.{ending}"))
+    return files[0] if len(files) == 1 and not any(others) else path
+
+
+def lfs_fault(file: Path) -> str:
+    """Return the fault and remedy of a Git LFS pointer, which stands for a file; "" for others."""
+    try:
+        with file.open("rb") as content:
+            if content.read(len(LFS_BEGIN)) != LFS_BEGIN:
+                return ""
+    except OSError:
+        return ""
+    return "it is a Git LFS pointer and not the file itself; run git lfs pull in its folder"
+
+
+def check_directory(path: Path) -> None:
+    """Check that a model directory exists. Raises: ValueError when it does not, or is a file."""
+    if path.is_file():
+        raise ValueError(f"{path} is a file; a Hugging Face model directory is expected here")
+    if not path.is_dir():
+        raise ValueError(
+            f"no such directory: {path}; a model of a hub is named hf:OWNER/NAME, one of ollama "
+            "ollama:NAME"
+        )
+
+
+def can_name_file(text: str) -> bool:
+    """Return whether a text can be part of a file's name."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def check_output(path: Path, flag: str) -> None:
+    """Check that a file can be written, before anything is computed for it.
+
+    flag: names the file in the message
+    Raises: ValueError for a name that is too long, a missing folder, or a directory.
+    """
+    try:
+        if path.name:
+            path.with_name(path.name + TEMPORARY).exists()  # the longest name that is written
+    except OSError as error:
+        raise ValueError(
+            f"{flag}: cannot write {path}: {error.strerror}; name another file"
+        ) from None
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag}: cannot write {path}; there is no directory {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{flag}: {path} is a directory; name a file")
+    is_queue = path.exists() and not path.is_file()  # it is written into, and not replaced
+    if not os.access(path if is_queue else path.parent, os.W_OK):
+        raise ValueError(f"{flag}: cannot write {path}: no permission; name another file")
+
+
+def check_outputs(files: dict[str, str]) -> None:
+    """Check that files can be written, each by `check_output`, and that no two are the same one.
+
+    files: by their flags; an empty name is none, and - is standard output
+    Raises: ValueError.
+    """
+    flags: dict[str, str] = {}
+    for flag, name in files.items():
+        if not name:
+            continue
+        path = Path(name)
+        check_output(path, flag)
+        if name == "-" or (path.exists() and not path.is_file()):  # a pipe, or /dev/null
+            continue
+        other = flags.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise ValueError(f"{other} and {flag} both write {path}; name another file for one")
+
+
+def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
+    """Check the directory to write.
+
+    Raises: ValueError when `out` may not be replaced, or the disk has too little space.
+    """
+    if out.exists() and not overwrite:
+        raise ValueError(
+            f"{out} exists; give --overwrite to replace it, or choose another directory"
+        )
+    if out.exists() and not (out / "config.json").is_file():
+        raise ValueError(
+            f"--overwrite replaces model directories, and {out} is none; choose another directory"
+        )
+    parent = next(folder for folder in out.resolve().parents if folder.is_dir())
+    free_bytes = shutil.disk_usage(parent).free
+    if need_bytes > free_bytes:
+        raise ValueError(
+            f"{out} needs {need_bytes / 1e9:.1f} GB, and {parent} has {free_bytes / 1e9:.1f} GB "
+            "free; make room"
+        )
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def replace_file(path: Path, write: Callable[[Path], Any], private: bool = False) -> None:
+    """Write under a temporary name, then rename: a kill or a full disk keeps the old file.
+
+    private: a file that is new is its owner's alone
+    The new file has the old one's mode. A link stays, and the file that it names is replaced. A
+    device or a queue is written into.
+    """
+    if path.exists() and not path.is_file():
+        write(path)
+        return
+    real = Path(os.path.realpath(path))
+    temporary = real.with_name(real.name + TEMPORARY)
+    try:
+        temporary.unlink(missing_ok=True)
+        if real.exists():
+            # users that may not read the old file may not read the temporary one
+            mode = stat.S_IMODE(real.stat().st_mode)
+            temporary.touch(mode | stat.S_IWUSR)
+        elif private:
+            temporary.touch(0o600)
+        write(temporary)
+        if real.exists():
+            shutil.copymode(real, temporary)
+        elif not private:
+            set_usual_mode(temporary)
+        os.replace(temporary, real)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def set_usual_mode(path: Path) -> None:
+    """Give a new file the mode that the umask asks for: safetensors makes it its owner's alone."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
+def write_text(where: str, text: str) -> None:
+    """Write a complete file, as `replace_file`, or to standard output for `-`.
+
+    Raises: ValueError where that fails.
+    """
+    if where == "-":
+        print(text, flush=True)
+        return
+    try:
+        replace_file(Path(where), lambda path: path.write_text(text + "\n", encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
+
+
+def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
+    """Return the place of the draft head that belongs to a checkpoint: its name with -KIND.
+
+    It is beside the checkpoint, or among the heads that come with this code.
+    """
+    if checkpoint.name in ("", ".."):
+        checkpoint = checkpoint.resolve()
+    has_suffix = is_gguf(checkpoint) and checkpoint.suffix.lower() == ".gguf"
+    name = checkpoint.stem if has_suffix else checkpoint.name
+    beside = checkpoint.with_name(f"{name}-{kind}")
+    ours = CHECKPOINTS / beside.name
+    return ours if ours.is_dir() and not beside.is_dir() else beside
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made or fetched again. It may not exist.
+
+    Raises: RuntimeError without a home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+
+
+def show_progress(text: str, last: bool) -> None:
+    """Write progress over the line before on a terminal; elsewhere write the last line only."""
+    terminal = sys.stderr.isatty()
+    if terminal or last:
+        begin = "\r" if terminal else ""
+        print(begin + text, end="\n" if last else "", file=sys.stderr, flush=True)
+
+
+class StatusLine:
+    """A line of standard error that says how far a work is: on a terminal it passes.
+
+    In a file, a line that stays is written now and then.
+    """
+
+    EVERY_S = 0.2  # a short work shows none
+    EVERY_IN_FILE_S = 10.0
+
+    def __init__(self):
+        self.shown = ""
+        self.at = time.perf_counter()
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: Any) -> None:
+        """Remove the line."""
+        self.show("")
+
+    def show(self, text: str) -> None:
+        """Write a text over the one before, not too often; an empty one removes it at once."""
+        now = time.perf_counter()
+        passes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        every = self.EVERY_S if passes else self.EVERY_IN_FILE_S
+        if text == self.shown or (text and now - self.at < every):
+            return
+        if passes:
+            width = shutil.get_terminal_size().columns
+            print(f"\r\033[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
+        elif text:
+            print(text, file=sys.stderr, flush=True)
+        self.shown = text
+        self.at = now
+
+
+# ---------------------------------------------------------------------- locking
+
+
+@contextmanager
+def folder_lock(folder: Path, note: str = "") -> Iterator[bool]:
+    """Lock a folder; wait while another process holds the lock.
+
+    Where a file system has no locks, two processes may make the same file, which does no harm.
+
+    note: logged if the lock is held
+    Yields: True with the lock, False without locks.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    locked = False
+    try:
+        with suppress(OSError, AttributeError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if note:
+                    log_note(note)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            locked = True
+        yield locked
+    finally:
+        os.close(descriptor)

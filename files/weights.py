@@ -1,0 +1,718 @@
+"""Load the weights of a checkpoint into a model.
+
+1. `weight_names` maps each of our parameters to the Hugging Face tensors that it is made of. Some
+   of ours are several of theirs, one below the other: `wqkv` is q, k and v; the experts of a layer
+   are one stack.
+2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize
+   the weights of linear layers on the way. An error names every weight that is missing, unexpected
+   or of the wrong shape.
+
+The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a
+stand-in. Not here: the use of a weight (model.py), number formats (quantize.py), reading and
+writing files (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from backends.backends import choose, use_backend
+from backends.cpp.pages import REGION, HugePages
+from backends.formats import FORMATS, Encoder, check_finite
+from backends.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
+from backends.triton.layout import BLOCK_FORMS
+from backends.weight import Weight, planes, stack, table_of
+from files import gguf_blocks
+from files.checkpoint import (
+    BLOCKS,
+    Codes,
+    Quantization,
+    TensorSource,
+    fit_group,
+    in_groups,
+    saved_quantization,
+    scale_name,
+)
+from files.config import EMBEDDING, open_source, read_config
+from files.gguf_blocks import Blocks, Numbers
+from files.io import StatusLine, is_gguf, log_note, one_line
+from linear import Embedding, Linear
+from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
+from run.stats import check_memory
+from steps import IN_FP32, Project, Step
+
+# bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
+# another program, and one of them loads this much in less than 1 s
+SMALL = 2**29
+# the beginnings of the names of a model's tensors; others are parts that it may have beside
+PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+# biases that some models have in part; a mixture has all of its own, or its file is damaged
+OPTIONAL = re.compile(r"\.(self_attn|mlp)\.\w+_proj\.bias$")
+
+
+def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Return our parameter's name -> the Hugging Face tensors of its rows, in their order."""
+    names = {
+        "embedding.weight": ("model.embed_tokens.weight",),
+        "norm.weight": ("model.norm.weight",),
+    } | layer_names("", "model.", config.first(), config.names)
+    if not config.tie_embeddings:
+        names["lm_head.weight"] = ("lm_head.weight",)
+    for i in range(config.n_layers):
+        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config.layer(i), config.names)
+    return names
+
+
+def layer_names(
+    ours: str, theirs: str, steps: Iterable[Step], official: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return `weight_names` of one layer.
+
+    ours, theirs: the prefixes of the names; steps: the layer's; official: `ModelConfig.names`
+    """
+    names = {}
+    for step in steps:
+        experts = step.experts if isinstance(step, Project) else 0
+        for parameter in step.parameters():
+            module, _, kind = parameter.rpartition(".")
+            parts = official[f"experts.{module}" if experts else module]
+            if experts:
+                parts = tuple(part.format(e) for e in range(experts) for part in parts)
+            names[ours + parameter] = tuple(f"{theirs}{part}.{kind}" for part in parts)
+    return names
+
+
+class Storage(NamedTuple):
+    """The dtype, device and format of weights in memory."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    quant: Quantization | None = None  # of the weights of linear layers
+
+
+def load_weights(
+    model: nn.Module,
+    files: TensorSource,
+    names: dict[str, tuple[str, ...]],
+    storage: Storage,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> Quantization | None:
+    """Fill a model made on the meta device, one parameter at a time.
+
+    names: our parameter -> the tensors it is made of
+    ignored: returns whether a further tensor in the files may stay unused
+
+    Returns: `storage.quant` with the group size that was used.
+    Raises: ValueError that names every missing, unexpected or mis-shaped weight.
+    Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At
+    most one parameter exists twice at any moment.
+    """
+    params = dict(model.named_parameters())
+    assert set(names) == set(params), set(names) ^ set(params)
+    _add_zero_biases(files, names)
+    linear: set[str] = set()
+    if storage.quant is not None:
+        linear = _linear_weights(model)
+        if files.quantized:
+            linear = _quantized_by_others(files, names, linear)
+        if not storage.quant.is_blocks:
+            where = f" of {files.path}" if storage.quant.saved else ""
+            inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
+            quant = storage.quant
+            if storage.device == "cpu":
+                quant = in_groups(quant, inputs.values())
+            storage = storage._replace(quant=fit_group(quant, inputs))
+    wanted = {theirs for parts in names.values() for theirs in parts}
+    if storage.quant is not None and storage.quant.saved and not files.quantized:
+        wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
+    _check_names(files, wanted, ignored)
+    stored_bytes = _check_memory(files, params, names, linear, storage)
+    pages = HugePages() if stored_bytes >= REGION else None
+    loading = _Loading(files, storage, pages)
+    status = StatusLine()
+    with status, single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
+        for number, (ours, theirs) in enumerate(names.items()):
+            status.show(f"[loading: {number} of {len(names)} weights]")
+            owner, _, leaf = ours.rpartition(".")
+            if ours in linear:
+                loading.set_weight(theirs, model.get_submodule(owner))
+                continue
+            if theirs[0] in files.quantized:  # an embedding in blocks
+                setattr(model, owner, loading.embedding(theirs, params[ours].shape))
+                continue
+            value = loading.parameter(theirs, params[ours].shape, leaf in IN_FP32)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    if loading.wide:
+        log_note(
+            f"{files.path}: int8 on CUDA has no groups of inputs; "
+            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}"
+        )
+    return storage.quant
+
+
+def _linear_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights of linear layers."""
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            names.add(f"{name}.weight")
+    return names
+
+
+def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> None:
+    """Add zeros for the biases that a model's file lacks beside others.
+
+    A LLaMA made of a Qwen has biases of q, k and v alone; transformers starts the missing ones at
+    zero, and llama.cpp takes each where it is there.
+    Writes: the readers of `files`.
+    """
+    held = {*files.readers, *files.quantized}
+    biases = [name for parts in names.values() for name in parts if OPTIONAL.search(name)]
+    missing = [name for name in biases if name not in held]
+    if EMBEDDING not in held or not missing or len(missing) == len(biases):
+        return
+    for name in missing:
+        weight = name.removesuffix("bias") + "weight"
+        if weight in held:
+            files.readers[name] = partial(_zeros, files, weight)
+    log_note(f"{files.path}: {len(missing)} missing bias(es) are zero: {_some(missing)}")
+
+
+def _zeros(files: TensorSource, weight: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a bias of zeros. weight: of the same layer"""
+    if weight not in files.quantized:
+        return torch.zeros(len(files.read(weight)), dtype=dtype)
+    packed = files.quantized[weight]()
+    return torch.zeros(
+        len(packed.codes if isinstance(packed, Codes) else packed.content), dtype=dtype
+    )
+
+
+def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
+    """Check the names of the tensors.
+
+    A model may have other parts, as a vision tower: they are noted, and not used.
+    Raises: ValueError for missing tensors and unexpected ones.
+    """
+    held = {*files.readers, *files.quantized}
+    if "fc.weight" in held - wanted:
+        raise ValueError(
+            f"{files.path} holds a draft head and no model; name its model with --checkpoint, "
+            "and the head with --head"
+        )
+    missing = sorted(wanted - held)
+    unexpected = sorted(name for name in held - wanted if not ignored(name))
+    others: list[str] = []
+    if EMBEDDING in wanted:  # a model, not a head
+        others = [name for name in unexpected if not name.startswith(PARTS)]
+        unexpected = [name for name in unexpected if name.startswith(PARTS)]
+    for fault, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
+            raise ValueError(
+                f"{files.path}: {len(names)} {fault} weight(s): {_some(names)}; {remedy}"
+            )
+    if others:
+        unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
+        log_note(f"{files.path}: {one_line(unused)}")
+
+
+def _quantized_by_others(
+    files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]
+) -> set[str]:
+    """Return the linear weights that others quantized, in part if a GGUF file holds them.
+
+    Raises: ValueError for another quantized weight, or a layer that is quantized in part.
+    """
+    layers = set()
+    for ours, theirs in names.items():
+        codes = [name for name in theirs if name in files.quantized]
+        rest = [name for name in theirs if name in files.readers]
+        if codes and ours not in linear and not is_gguf(files.path):
+            raise ValueError(
+                f"{files.path}: {codes[0]} is quantized, and only linear layers may be; "
+                "use another checkpoint"
+            )
+        if codes and rest and not is_gguf(files.path):
+            files.read(rest[0])  # one in codes that lacks its scale is refused for that
+            raise ValueError(
+                f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
+                "and they are one layer here; use another checkpoint"
+            )
+        if codes and ours in linear:
+            layers.add(ours)
+    return layers
+
+
+def _check_memory(
+    files: TensorSource,
+    params: dict[str, Tensor],
+    names: dict[str, tuple[str, ...]],
+    linear: set[str],
+    storage: Storage,
+) -> int:
+    """Check that the weights, in the shapes that config.json says, fit in memory.
+
+    Returns: their bytes. Raises: ValueError if they do not fit.
+    """
+    quant = storage.quant
+    need = 0
+    for name, parameter in params.items():
+        blocks = [theirs for theirs in names[name] if theirs in files.quantized]
+        if quant is not None and quant.is_blocks and blocks:
+            weights = [files.quantized[theirs]() for theirs in blocks]
+            need += sum(weight.bytes(storage.device) for weight in weights)
+            rest = parameter.numel() - sum(math.prod(weight.shape) for weight in weights)
+            need += max(rest, 0) * torch.bfloat16.itemsize  # of another shape it is refused later
+            continue
+        if name not in linear or quant is None or _widens_groups(files, storage):
+            need += parameter.numel() * storage.dtype.itemsize
+            continue
+        if files.quantized and quant.group_size:  # scales and zero points: words of 4 bytes at most
+            need += parameter.numel() // (2 if quant.format == "int4" else 1)
+            need += 4 * parameter.numel() // quant.group_size
+            continue
+        width = parameter.shape[-1]
+        shape = torch.Size((parameter.numel() // width, width))
+        need += FORMATS[quant.format].stored_bytes(shape, quant.group_size)
+    remedy = "use a smaller model" + (" or --quant" if quant is None else "")
+    check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
+    return need
+
+
+def _widens_groups(files: TensorSource, storage: Storage) -> bool:
+    """Return whether groups of others' int8 become numbers: on CUDA, whose product has none."""
+    quant = storage.quant
+    on_cuda = storage.device != "cpu" and bool(files.quantized)
+    return on_cuda and quant.format == "int8" and quant.group_size > 0
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Reads tensors, and makes parameters and packed weights of them."""
+
+    files: TensorSource
+    storage: Storage
+    pages: HugePages | None
+    wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
+
+    def parameter(self, names: tuple[str, ...], shape: torch.Size, wide: bool) -> Tensor:
+        """Return a parameter that stays float. wide: in fp32, whatever the others are
+
+        shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]; any other
+            where one tensor holds it
+        """
+        dtype = torch.float32 if wide else self.storage.dtype
+        is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
+        if not is_stack or len(names) < shape[0]:
+            on_cpu = self.storage.device == "cpu"
+            value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None
+            return self._join(names, shape, dtype, value)
+        value = None
+        for number, part_names in enumerate(_by_expert(names, shape[0])):
+            part = self._join(part_names, shape[1:], dtype)
+            if value is None:
+                value = part.new_empty(shape)
+            value[number].copy_(part)
+        return value
+
+    def set_weight(self, names: tuple[str, ...], layer: Linear) -> None:
+        """Pack the weight of a layer, or widen codes that its device does not hold.
+
+        Writes: the layer.
+        """
+        shape = layer.weight.shape
+        if not self.fits_device(names):
+            layer.weight = nn.Parameter(self.widened(names, shape), requires_grad=False)
+            return
+        layer.pack(self.packed(names, shape))
+        if self.storage.quant.is_blocks:  # which are packed where they stay
+            return
+        if self.pages and not layer.experts:  # which are too much to be there twice
+            self.pages.move(layer)
+        _trim_heap()
+
+    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
+        """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
+        on_cuda = gguf_blocks.in_planes(self.storage.device)
+        dtype = self.storage.dtype if on_cuda else torch.float32
+        return Embedding(self.packed(names, shape), dtype)
+
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        """Return a weight, or a stack of them, in the layout of its format and device."""
+        if self.storage.quant.is_blocks:
+            return self._blocks(names, shape)
+        kind = FORMATS[self.storage.quant.format]
+        if len(shape) == 2:
+            return kind.pack(*self._codes(kind, names, shape))
+        experts = _by_expert(names, shape[0])
+        return stack((kind.pack(*self._codes(kind, part, shape[1:])) for part in experts), shape[0])
+
+    def fits_device(self, names: tuple[str, ...]) -> bool:
+        """Return whether the device's product holds the codes of others; int8 on CUDA may not."""
+        is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
+        if not (is_int8_on_cuda and self.files.quantized):
+            return True
+        for name in names:
+            weight = self.files.quantized[name]()
+            if weight.scale.dim() > 1:
+                return False
+        return True
+
+    def widened(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
+        """Return the numbers of codes. Writes: `wide`."""
+        parts = [self.files.quantized[name]().numbers() for name in names]
+        flat = torch.Size((shape.numel() // shape[-1], shape[-1]))
+        self.wide.append(names[0])
+        return self._stack(parts, names, flat, self.storage.dtype).view(shape)
+
+    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        """Pack a weight, or a stack of them, that stays in the file's blocks.
+
+        Numbers that the file has beside blocks of the same layer become bfloat16.
+        """
+        experts = list(_by_expert(names, shape[0])) if len(shape) == 3 else [names]
+        sources = [[self._block_source(name) for name in part_names] for part_names in experts]
+        for of_expert, part_names in zip(sources, experts):
+            self._check_shape([source.shape for source in of_expert], part_names, shape[-2:])
+        kinds = {tuple(source.part for source in of_expert) for of_expert in sources}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{self.files.path}: the experts of {names[0]} and others are of several types; "
+                "use --set dtype=bfloat16"
+            )
+        (parts,) = kinds
+        if gguf_blocks.in_planes(self.storage.device):
+            weights = (self._planes(of_expert) for of_expert in sources)
+            return stack(weights, len(sources)) if len(shape) == 3 else next(weights)
+        sizes = [part.bytes(shape[-1]) for part in parts]
+        every = torch.Size((len(sources), sum(sizes)))
+        data = (
+            self.pages.empty(every, torch.uint8)
+            if self.pages
+            else torch.empty(every, dtype=torch.uint8)
+        )
+        for of_expert, bytes in zip(sources, data):
+            for source, out in zip(of_expert, bytes.split(sizes)):
+                source.pack(out, self.files.path)
+        table = table_of(parts, shape[-1], sizes)
+        if len(shape) == 3:
+            return Weight(data, parts, shape[-1], table, experts=len(sources))
+        return Weight(data[0], parts, shape[-1], table)
+
+    def _planes(self, sources: Sequence[Blocks]) -> Weight:
+        """Pack a weight for CUDA."""
+        device = self.storage.device
+        return planes([gguf_blocks.planes(each, device, self.files.path) for each in sources])
+
+    def _block_source(self, name: str) -> Blocks | Numbers:
+        if name in self.files.quantized:
+            return self.files.quantized[name]()
+        return Numbers(self.files.read(name, torch.bfloat16))
+
+    def _codes(
+        self, kind: type[Encoder], names: tuple[str, ...], shape: torch.Size
+    ) -> tuple[Tensor, ...]:
+        """Return codes, scale and, if there is one, zero point of a weight.
+
+        The files hold them, or a float weight is quantized.
+        """
+        quant = self.storage.quant
+        if not quant.saved:
+            weight = self._join(names, shape, None)  # in the files' own dtype
+            check_finite(weight, " + ".join(names), self.files.path)
+            return kind.encode(weight, quant.group_size)
+        if self.files.quantized:
+            return self._codes_of_others(names, shape)
+        stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
+        codes = kind.from_file(stored)
+        scale_names = tuple(map(scale_name, names))
+        scale_shape = kind.scale_shape(shape, quant.group_size)
+        scale = self._join(scale_names, scale_shape, kind.scale_dtype(quant.group_size))
+        if kind.format == "int8" and quant.group_size and self.storage.device != "cpu":
+            return kind.encode(kind.decode(codes, scale), 0)  # CUDA's product has no groups
+        return codes, scale
+
+    def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Return the same of a weight that others quantized."""
+        parts = [self.files.quantized[name]() for name in names]
+        codes = self._stack([part.codes for part in parts], names, shape, None)
+        scales = [part.scale for part in parts]
+        scale = self._stack(scales, names, shape[:1] + scales[0].shape[1:], None)
+        zeros = [part.zero for part in parts]
+        if zeros[0] is None:
+            return codes, scale
+        zero = self._stack(zeros, names, shape[:1] + zeros[0].shape[1:], None)
+        return codes, scale, zero
+
+    def _join(
+        self,
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
+        """Read the named tensors, one below the other, to the device.
+
+        dtype: None keeps the files' own; value: write and return this one
+        """
+        parts = [self.files.read(name, dtype) for name in names]
+        return self._stack(parts, names, shape, dtype, value)
+
+    def _stack(
+        self,
+        parts: Sequence[Tensor],
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
+        self._check_shape([tuple(part.shape) for part in parts], names, shape)
+        if value is None:
+            dtype = dtype or parts[0].dtype
+            device = self.storage.device
+            is_new = len(parts) == 1 and self.files.makes_tensors
+            if is_new and parts[0].dtype == dtype and device == "cpu":
+                return parts[0]
+            value = torch.empty(shape, dtype=dtype, device=device)
+        for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
+            target.copy_(part)
+        return value
+
+    def _check_shape(
+        self, parts: Sequence[tuple[int, ...]], names: tuple[str, ...], shape: torch.Size
+    ) -> None:
+        """Check that parts, one below the other, have a shape. Raises: ValueError otherwise."""
+        rows = sum(part[0] for part in parts if part)
+        if any(part[1:] != tuple(shape[1:]) for part in parts) or rows != shape[0]:
+            got = " + ".join(str(list(part)) for part in parts)
+            raise ValueError(
+                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for "
+                f"{list(shape)} in all; use the config made for these weights"
+            )
+
+
+def _trim_heap() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps the gaps between quantized layers, 2/3 of an int4 model in all.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names of each expert's tensors, expert by expert."""
+    each = len(names) // experts
+    for first in range(0, len(names), each):
+        yield names[first : first + each]
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f", and {len(names) - most} more"
+    return listed
+
+
+def export_weights(
+    model: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the tensors by their Hugging Face names, on the CPU: the inverse of `load_weights`."""
+    qkv_heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+    qkv = [heads * config.head_dim for heads in qkv_heads]
+    tensors = {}
+    for ours, theirs in names.items():
+        value = model.get_parameter(ours).detach().to("cpu", dtype)
+        if value.dim() == 3 or (value.dim() == 2 and ours.endswith(".bias")):
+            value = value.flatten(0, 1)  # [E N, K], or biases, [E N]
+        parts = value.split(qkv if "wqkv." in ours else len(value) // len(theirs))
+        tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}
+    return tensors
+
+
+def load_model(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    quant: Quantization | None = None,
+    source: TensorSource | None = None,
+) -> Transformer:
+    """Load a checkpoint of the LLaMA family: a Hugging Face directory, or a GGUF file.
+
+    dtype: None keeps the checkpoint's own
+    quant: quantize while loading
+    source: read from here instead of the files
+
+    Returns: the model in eval mode, mixtures included. Anonymous memory peaks at 1.2 times the
+    loaded model plus one weight, at most.
+    Raises: ValueError for anything wrong with the checkpoint.
+    """
+    if device.startswith("cpu"):
+        has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
+    files = source or open_source(path)
+    config = read_config(path, files.config)
+    saved = saved_quantization(files.config)
+    if dtype is None:
+        if config.dtype not in DTYPES:
+            raise ValueError(
+                f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; "
+                "name one by --set dtype=NAME"
+            )
+        dtype = DTYPES[config.dtype]
+    if saved is not None and quant is not None:
+        raise ValueError(f"{path} is quantized already ({saved.format}); drop --quant")
+    quant = saved or quant
+    if config.tie_embeddings and "lm_head.weight" in files.quantized and not is_gguf(path):
+        raise ValueError(
+            f"{path}: tie_word_embeddings is true, and lm_head.weight is quantized, "
+            "so that they differ; set tie_word_embeddings to false in config.json"
+        )
+    check_layers(config, files)
+    with torch.device("meta"):
+        model = Transformer(config)
+    check_experts(config, files)
+    if quant is not None and quant.is_blocks:
+        quant = keep_blocks(files, model, device, quant.every_type)
+    storage = Storage(dtype, device, quant)
+    quant = load_weights(model, files, weight_names(config), storage, _ignored(config, files))
+    if config.tie_embeddings:
+        _tie_lm_head(model, None if files.quantized else quant)  # others leave it in 16 bits
+    model.ropes = RotaryEmbeddings(config.ropes, device)
+    for note in (files.note, block_note(files, storage)):
+        if note:
+            log_note(note)
+    use_backend(model, choose(model.norm.weight.device, dtype))
+    return model.eval()
+
+
+def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
+    """Make the LM head of the embedding. quant: its format; None: the embedding's own
+
+    Writes: the LM head.
+    """
+    embedding = model.embedding
+    if isinstance(embedding, Embedding):
+        model.lm_head.pack(embedding.record)
+    elif quant is None:
+        model.lm_head.weight = embedding.weight
+    else:
+        has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
+        group = quant.group_size if has_groups else 0
+        model.lm_head.pack(FORMATS[quant.format].round(embedding.weight, group))
+        HugePages().move(model.lm_head)
+
+
+def keep_blocks(
+    files: TensorSource, model: Transformer, device: str, every_type: bool
+) -> Quantization | None:
+    """Leave the weights of a GGUF file in its blocks.
+
+    model: on the meta device; every_type: on CUDA not only `KEPT_BY_DEFAULT`
+    Returns: their format, or None where there are none.
+    """
+    if not gguf_blocks.in_planes(device):
+        files.keep_blocks()
+        return Quantization(BLOCKS, saved=True) if files.quantized else None
+    names = weight_names(model.config)
+    kept = BLOCK_FORMS.keys() if every_type else set(gguf_blocks.KEPT_BY_DEFAULT)
+    for ours in names.keys() & {*_linear_weights(model), "embedding.weight"}:
+        types = {files.type_of(name) for name in names[ours]}
+        is_stack = model.get_parameter(ours).dim() == 3  # whose weights are all of one type
+        if types <= kept and not (is_stack and len(types) > 1):
+            files.keep_blocks(names[ours])
+    return Quantization(BLOCKS, saved=True, every_type=every_type) if files.quantized else None
+
+
+def block_note(files: TensorSource, storage: Storage) -> str:
+    """Return a line about the blocks of a GGUF file; empty where there are none."""
+    quant = storage.quant
+    kinds = files.block_types
+    dtype = str(storage.dtype).removeprefix("torch.")
+    if not kinds:
+        return ""
+    widened = sorted({files.type_of(name) for name in files.readers} - {""})
+    on_cuda = gguf_blocks.in_planes(storage.device)
+    if quant is None or (quant.is_blocks and on_cuda and widened):
+        note = f"the file's {', '.join(widened)} weights are converted to {dtype}"
+        asks = quant is not None and quant.every_type
+        if on_cuda and not asks and BLOCK_FORMS.keys() & set(widened):
+            note += "; --set keep_blocks=true, without dtype, keeps their bits"
+        return note
+    if quant.is_blocks:
+        return f"weights run as they are in the file ({kinds}); --set dtype={dtype} converts them"
+    return (
+        f"the file's {kinds} weights are rounded a second time, to {quant.format}; "
+        "without --quant they run as they are"
+    )
+
+
+def check_layers(config: ModelConfig, files: TensorSource) -> None:
+    """Check the number of layers, before they are made.
+
+    Raises: ValueError for more layers than tensors.
+    """
+    held = len(files.readers) + len(files.quantized)
+    if config.n_layers > held:
+        raise ValueError(
+            f"{files.path}: the config says num_hidden_layers {config.n_layers}, "
+            f"and the weights are {held} tensors; does config.json fit?"
+        )
+
+
+def check_experts(config: ModelConfig, files: TensorSource) -> None:
+    """Check the number of experts.
+
+    Raises: ValueError when the routers have more or fewer than the config says.
+    """
+    if not config.n_experts:
+        return
+    first = next(i for i in range(config.n_layers) if config.has_experts(i))
+    router = f"model.layers.{first}.{config.names['router'][0]}.weight"
+    held = len(files.read(router)) if router in files.readers else config.n_experts
+    if held != config.n_experts:
+        key = "num_experts" if files.config.get("num_experts") else "num_local_experts"
+        remedy = "use another file" if is_gguf(files.path) else f"set it to {held} in config.json"
+        raise ValueError(
+            f"{files.path}: the config says {key} {config.n_experts}, "
+            f"and the weights hold {held}; {remedy}"
+        )
+
+
+def int4_group(model: nn.Module) -> int:
+    """Return the fewest inputs that share a scale in a model's int4 layers; 0: it has none."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear) and layer.packed]
+    return min((layer.group_size for layer in layers if not layer.experts), default=0)
+
+
+def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
+    """Return the test for tensors that may stay unused.
+
+    Old LLaMA files hold RoPE tables. Files of a tied model may hold the embedding a second time, as
+    the LM head. An MTP layer is read as a draft head.
+    """
+    repeated: tuple[str, ...] = ()
+    if config.tie_embeddings:
+        repeated = ("lm_head.weight", scale_name("lm_head.weight"))
+
+    def no_bias(name: str) -> bool:  # AutoGPTQ and others write zeros where a layer has none
+        return name.endswith(".bias") and name in files.readers and not files.read(name).any()
+
+    def is_ignored(name: str) -> bool:
+        of_mtp = config.mtp is not None and name.startswith(config.mtp.prefix)
+        is_table = name.endswith("rotary_emb.inv_freq")
+        is_unused = of_mtp or is_table or name.startswith(config.unused)
+        return is_unused or name in repeated or no_bias(name)
+
+    return is_ignored

@@ -1,0 +1,566 @@
+"""Generate text with a target model and a drafter, by speculative decoding.
+
+    python generate.py --prompt "Why is the sky blue?"
+
+From Python:
+    engine = load(checkpoint="checkpoints/demo")
+    result = generate(engine, ["def f():"])  # .text, .tokens, .finish_reason, .stats
+    for piece in stream(engine, "def f():"): print(piece, end="")
+
+`load` reads the target, the drafter and the tokenizer, and warms the steps. `generate` decodes any
+number of prompts, `batch_size` sequences at a time. `stream` yields text as it is decided.
+The cycle is in decode.py, its loop in run/session.py, requests are in run/scheduler.py, the options
+in run/options.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+    gc.disable()  # a collection would visit torch's 180,000 objects, which stay
+
+import json
+import sys
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from files.io import StatusLine, log_note, write_text
+from run.parsing import one_line_errors, require
+from run.prompts import (
+    Conversation,
+    PromptRow,
+    as_conversation,
+    check_ids,
+    for_one_answer,
+    with_options,
+)
+from run.terminal import printer
+from run.tree_paths import ANY_TREE, DraftLimit
+
+if TYPE_CHECKING:
+    from run.start import Command
+
+# The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
+# together (run/ranks.py).
+COMMAND = None
+if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
+    from run.start import read_command, with_text
+
+    COMMAND = with_text(read_command())
+
+import torch
+
+from decode import Engine
+from run import ranks
+from run.load import load, without_draft
+from run.scheduler import Piece, Request, Scheduler, truncation_note
+from run.stats import Stats, environment, share_of_equal, stats_line, summary
+
+
+@dataclass(eq=False, kw_only=True)
+class Turn(Request):
+    """A turn of a conversation."""
+
+    index: tuple[int, int, int]  # (prompt, sample, turn)
+
+
+@dataclass
+class Result:
+    """The decoded turns, in the order of prompts, samples and turns; `stats` of the whole run."""
+
+    index: list[tuple[int, int, int]]  # (prompt, sample, turn)
+    tokens: list[list[int]]  # new tokens only, the one that ended them included
+    text: list[str]
+    finish_reason: list[str]  # "stop", "length", "context", or "grammar", which allowed nothing
+    prompt_tokens: list[int]
+    stats: dict[str, Any]
+    trace: list[dict]
+
+
+def ignore(_: list) -> None:
+    """Do nothing. The default of callbacks."""
+
+
+# ----------------------------------------------------------------------------------------- generate
+
+
+def need_tokenizer(engine: Engine) -> None:
+    """Check that there is a tokenizer. Raises: ValueError that names the missing file."""
+    if engine.tokenizer is None:
+        from files.tokenizer import Tokenizer
+
+        Tokenizer.load(Path(engine.config.checkpoint))
+
+
+def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
+    """Return the token ids of a conversation whose last turn waits for its answer.
+
+    Raises: ValueError without a tokenizer.
+    """
+    need_tokenizer(engine)
+    controls = engine.config.control_tokens
+    if engine.template is not None:
+        return engine.template.encode(engine.tokenizer, turns, answers, controls == "all")
+    text = ""
+    for turn, answer in zip(turns, answers):
+        text += turn + answer
+    return engine.tokenizer.encode(text + turns[-1], bos=True, special=controls != "none")
+
+
+def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
+    """Return the token ids of the first turn.
+
+    Raises: ValueError for a prompt that cannot be decoded.
+    """
+    ids = conversation
+    if conversation and not isinstance(conversation[0], int):
+        ids = encode(engine, conversation[:1], [])
+    return check_ids(ids, engine.target.config, engine.context)
+
+
+def with_messages(engine: Engine, prompts: list) -> list:
+    """Return prompts with the token ids of those that are messages, {"role": ..., "content": ...}.
+
+    A list of messages alone is one prompt.
+    Raises: ValueError without a chat template, and for messages that it has no place for.
+    """
+    if prompts and all(isinstance(prompt, dict) for prompt in prompts):
+        prompts = [prompts]
+    conversations = []
+    for prompt in prompts:
+        of_messages = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+        if of_messages and all(isinstance(each, dict) for each in prompt):
+            fault = "messages need a chat template; load with chat=NAME, or give texts"
+            require(engine.template is not None, fault)
+            controls = engine.config.control_tokens == "all"
+            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt), controls)
+        conversations.append(prompt)
+    return conversations
+
+
+class Batch:
+    """Conversations to decode, and their turns.
+
+    A stream is a (prompt, sample), the key of a conversation and of its noise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list,
+        draws: list = (),
+        guides: list = (),
+        draft_limit: DraftLimit = ANY_TREE,
+    ):
+        """Encode and check all first turns before decoding starts, so that no result is lost.
+
+        draws: the `Sampling` and the seed of each prompt; default: the engine's
+        guides: masks of each prompt's answers (`Request.guide`), None for the engine's
+        draft_limit: of all requests
+        """
+        self.engine = engine
+        self.draft_limit = draft_limit
+        config = engine.config
+        self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
+        self.guides = guides or [None] * len(prompts)
+        if config.stop:
+            need_tokenizer(engine)
+        self.stats = Stats()
+        self.entries: list[Turn] = []
+        self.reading = ""  # how far prompts are read, for a person
+        self.trace: list[dict] = []
+        self.conversations = [as_conversation(prompt) for prompt in prompts]
+        self.prompt_ids = [first_ids(engine, c) for c in self.conversations]
+        samples = range(engine.config.num_samples)
+        self.streams = [(prompt, sample) for prompt in range(len(prompts)) for sample in samples]
+        size = engine.config.batch_size
+        firsts = range(0, len(self.streams), size)
+        self.groups = [self.streams[first : first + size] for first in firsts]
+
+    def decode_all(
+        self,
+        streams: list[tuple[int, int]],
+        on_pieces: Callable[[list[Piece]], None] = ignore,
+        on_finished: Callable[[list[Turn]], None] = ignore,
+    ) -> None:
+        """Decode some of `streams`, in order. A finished conversation makes way for the next one.
+
+        on_pieces: called after every step
+        on_finished: called with the turns of every finished conversation
+        Raises: ValueError where numbers are not finite.
+        """
+        scheduler = Scheduler(self.engine)
+        turns: dict[tuple[int, int], list[Turn]] = {stream: [] for stream in streams}
+        for pieces in scheduler.run([self._first_turn(stream) for stream in streams]):
+            self.reading = scheduler.session.prefill_progress()
+            self._take_trace(scheduler.session.trace, pieces)
+            on_pieces(pieces)
+            for turn in (piece.request for piece in pieces if piece.request.reason):
+                require(turn.reason != "nan", turn.fault)
+                conversation = turns[turn.index[:2]]
+                conversation.append(turn)
+                following = self._next_turn(conversation)
+                if following is not None:
+                    scheduler.submit(following)
+                else:
+                    on_finished(conversation)
+        self.entries += [turn for stream in sorted(turns) for turn in turns[stream]]
+        self.stats.add(scheduler.take_stats())
+
+    def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Turn:
+        sampling, seed = self.draws[index[0]]
+        own = {"index": index, "sampling": sampling, "seed": seed, "guide": self.guides[index[0]]}
+        return Turn.of(self.engine, ids, draft_limit=self.draft_limit, **own | fields)
+
+    def _first_turn(self, stream: tuple[int, int]) -> Turn:
+        return self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
+
+    def _next_turn(self, turns: list[Turn]) -> Turn | None:
+        """Return the turn that follows; None at the end of a conversation.
+
+        A turn that does not fit ends it, and so does a turn whose guide allowed nothing.
+        """
+        last = turns[-1]
+        prompt, sample, number = last.index
+        texts = self.conversations[prompt]
+        ended = len(turns) == len(texts) or isinstance(texts[0], int)  # ids are a single turn
+        if ended or last.fault:
+            return None
+        ids = encode(self.engine, texts[: len(turns) + 1], [turn.text for turn in turns])
+        if len(ids) >= self.engine.context:
+            where = f"turn {number + 2} of prompt {prompt + 1}"
+            limit = f"the context of {self.engine.context} tokens"
+            log_note(f"{where} no longer fits {limit}")
+            return None
+        return self._turn((prompt, sample, number + 1), ids, place=last.place, noise_id=None)
+
+    def _take_trace(self, lines: list[dict[str, Any]], pieces: list[Piece]) -> None:
+        """Move the lines of a step to the trace, each with the row of its conversation."""
+        index_of = {piece.request.place: piece.request.index for piece in pieces}
+        for line in lines:
+            prompt, sample, _ = index_of[line["row"]]
+            self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
+        lines.clear()
+
+    def result(self) -> Result:
+        """Return the turns decoded so far."""
+        turns = self.entries
+        return Result(
+            index=[turn.index for turn in turns],
+            tokens=[turn.tokens for turn in turns],
+            text=[turn.text for turn in turns],
+            finish_reason=[turn.reason for turn in turns],
+            prompt_tokens=[len(turn.prompt) for turn in turns],
+            stats=summary(self.engine, self.stats),
+            trace=self.trace,
+        )
+
+
+def turn_fields(turn: Turn) -> dict[str, Any]:
+    """Return the fields of one turn, under the names of `Result`."""
+    return {
+        "index": turn.index,
+        "tokens": turn.tokens,
+        "text": turn.text,
+        "finish_reason": turn.reason,
+        "prompt_tokens": len(turn.prompt),
+    }
+
+
+def text_of(engine: Engine, ids: list[int]) -> str:
+    """Return the text of an answer's tokens, whatever stop strings are in it."""
+    return engine.tokenizer.decode(ids, continuation=engine.template is None)
+
+
+def generate(
+    engine: Engine,
+    prompts: list[str | Conversation],
+    on_tokens: Callable = ignore,
+    on_finished: Callable = ignore,
+    grammar: Any = None,
+    **options: Any,
+) -> Result:
+    """Decode prompts, `num_samples` times each, `batch_size` sequences at a time.
+
+    A finished sequence makes way for the next one.
+    prompts: texts, lists of turns, of messages or of token ids; or the messages of one prompt
+    on_tokens: called after every step with the new tokens of each sequence, a list of lists
+    on_finished: called with the turns of every finished conversation, a list of `Turn`
+    grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
+    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
+        `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
+        prompt its own. `draft`: drafted tokens of a cycle at most, 0 for none, or the largest tree,
+        as "chain:4" or "dynamic:6,8,32"
+    Raises: ValueError for a prompt, a value or a grammar that cannot be used.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
+    prompts = with_messages(engine, prompts)
+    draft_limit = engine.draft_limit(options.pop("draft", None))
+    config, draws = with_options(engine, options, len(prompts))
+    guides = []
+    if grammar is not None:
+        from drafts.grammar import compile_grammars
+
+        guides = compile_grammars(engine, grammar, len(prompts))
+    batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_limit)
+
+    def on_pieces(pieces: list[Piece]) -> None:
+        rows: list[list[int]] = [[] for _ in range(config.batch_size)]
+        for piece in pieces:
+            rows[piece.request.place] = piece.tokens
+        on_tokens(rows)
+
+    batch.decode_all(batch.streams, on_pieces, on_finished)
+    return batch.result()
+
+
+def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dict[str, Any]]:
+    """Decode every group of a batch without and with drafting, in turn, in this process.
+
+    on_finished: callback for the drafted conversations, see `Batch.decode_all`
+    Returns: the drafted result; `speedup`, `vanilla_tokens_per_s`, and `identical`, from
+        `share_of_equal` (None with the residual rule).
+    """
+    engine = drafted.engine
+    vanilla = Batch(without_draft(engine), drafted.conversations, drafted.draws, drafted.guides)
+    for number, group in enumerate(drafted.groups):
+        order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
+        for batch in order:
+            batch.decode_all(group, on_finished=on_finished if batch is drafted else ignore)
+    expected = vanilla.result()
+    result = drafted.result()
+    rate = expected.stats["tokens_per_s"]
+    speedup = 0.0
+    if rate:
+        speedup = result.stats["tokens_per_s"] / rate
+    identical = None  # the residual rule draws other tokens from the same distribution
+    if engine.config.accept == "exact":
+        identical = share_of_equal(expected, result)
+    return result, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
+
+
+def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
+    """Decode one prompt, a text, messages or token ids. Yield its text as it is decided.
+
+    No piece ends within a character.
+    options: those of `generate`, but for `num_samples`
+    Raises: ValueError for a prompt that cannot be decoded, or a value out of its range.
+    """
+    prompt = with_messages(engine, [prompt])[0]
+    if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
+        raise ValueError(
+            "stream() takes one text or one list of token ids; use generate() for turns"
+        )
+    if "num_samples" in options:
+        raise ValueError("stream() decodes one answer; use generate() for num_samples")
+    draft_limit = engine.draft_limit(options.pop("draft", None))
+    engine = for_one_answer(engine, options)
+    need_tokenizer(engine)
+    ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
+    request = Request.of(engine, ids, draft_limit=draft_limit)
+    for pieces in Scheduler(engine).run([request]):
+        for piece in pieces:
+            yield piece.text
+    require(not request.fault, request.fault)
+
+
+def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
+    """Return a function of (key, item) that passes the items to `take` in the order of `keys`.
+
+    An item is held back until the items of all keys before it have come.
+    """
+    queue = deque(keys)
+    ready = {}
+
+    def put(key: Any, item: Any) -> None:
+        ready[key] = item
+        while queue and queue[0] in ready:
+            take(ready.pop(queue.popleft()))
+
+    return put
+
+
+# --------------------------------------------------------------------------------------------- main
+
+
+def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
+    """Decode all conversations, print each when it is finished, and write the files."""
+    config = engine.config
+    batch = Batch(engine, prompts)
+    streams = batch.streams
+    results = None
+    if config.results:
+        from run.results import Results
+
+        results = Results(engine, prompts)
+        streams = [stream for stream in streams if stream not in results.done]
+    quiet = "-" in (config.json, config.trace, config.profile)
+    live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
+    separators = chain([""], repeat("\n"))  # a blank line between answers
+    status = StatusLine()
+    count = Counter()  # of tokens and of finished conversations
+
+    def print_texts(texts: list[str]) -> None:
+        status.show("")
+        print(next(separators) + "\n\n".join(texts), flush=True)
+
+    show = in_order(streams, print_texts)
+    show_piece = piece_printer(engine)
+
+    def on_pieces(pieces: list[Piece]) -> None:
+        count["tokens"] += sum(len(piece.tokens) for piece in pieces)
+        done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
+        status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
+        for piece in pieces if live else ():
+            show_piece(piece)
+
+    def on_finished(turns: list[Turn]) -> None:
+        count["finished"] += 1
+        decoded = [turn_fields(turn) for turn in turns]
+        if results is not None:
+            results.add(decoded)
+        if not quiet and not live:
+            field = "text" if engine.tokenizer else "tokens"
+            texts = [str(turn[field]) for turn in decoded]
+            conversation = prompts[turns[0].index[0]]
+            if len(streams) > 1 or has_turns(conversation):
+                texts = with_titles(texts, turns, conversation, config.num_samples)
+            show(turns[0].index[:2], texts)
+
+    profile = torch.profiler.profile() if config.profile else nullcontext()
+    with status, profile as profiler:
+        if config.compare:
+            result, outcome = compare(batch, on_finished)
+            result.stats |= outcome
+        else:
+            batch.decode_all(streams, on_pieces, on_finished)
+            result = batch.result()
+    if live:
+        print()
+    log_rate(engine, result)
+    write_files(engine, result, profiler)
+    for turn in batch.entries:
+        require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
+
+
+def piece_printer(engine: Engine) -> Callable[[Piece], None]:
+    """Return a function that prints the text of a piece, as it is decoded."""
+    from files.chat import OnTerminal
+
+    shown = OnTerminal(engine.template)
+    show = printer(sys.stdout)
+
+    def show_piece(piece: Piece) -> None:
+        thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
+        show(thought + answer)
+
+    return show_piece
+
+
+def log_rate(engine: Engine, result: Result) -> None:
+    """Print how fast a run was, on standard error."""
+    cut = truncation_notes(engine, result)
+    line = stats_line(result.stats, engine.config.verbose, cut, " (--compare measures it)")
+    print(line, file=sys.stderr)
+
+
+def is_one_turn(batch: Batch) -> bool:
+    """Return whether a run is one answer to one turn, decoded once."""
+    several = len(batch.streams) > 1 or has_turns(batch.conversations[0])
+    return not several and not batch.engine.config.compare
+
+
+def has_turns(conversation: Conversation) -> bool:
+    """Return whether a conversation has several turns; ids are one turn."""
+    return len(conversation) > 1 and isinstance(conversation[0], str)
+
+
+def with_titles(
+    texts: list[str], turns: list[Turn], conversation: Conversation, samples: int
+) -> list[str]:
+    """Put titles above the texts of a conversation.
+
+    A title has the id of the prompt's row, or its number, then the sample and the turn.
+    samples: of each prompt
+    """
+    titled = []
+    for text, turn in zip(texts, turns):
+        prompt, sample, number = turn.index
+        parts = [f"prompt {prompt + 1}"]
+        if isinstance(conversation, PromptRow) and conversation.keys:
+            parts = [str(next(iter(conversation.keys.values())))]
+        if samples > 1:
+            parts.append(f"sample {sample + 1}")
+        if has_turns(conversation):
+            parts.append(f"turn {number + 1}")
+        titled.append(f"== {', '.join(parts)} ==\n{text}")
+    return titled
+
+
+def truncation_notes(engine: Engine, result: Result) -> str:
+    """Describe the answers that were cut; "" where all ended by themselves."""
+    parts = []
+    for reason, count in Counter(result.finish_reason).items():
+        cut = truncation_note(engine, reason)
+        of_all = f"{count} of {len(result.text)} answers " if len(result.text) > 1 else ""
+        if cut:
+            parts.append(of_all + cut)
+    return ", ".join(parts)
+
+
+def write_files(engine: Engine, result: Result, profiler: Any) -> None:
+    """Write the result, and behind it the profile and the trace, where there is a file for them."""
+    config = engine.config
+    if config.json:
+        document = asdict(result)
+        del document["trace"]
+        document["config"] = asdict(config) | engine.resolved  # the values behind the defaults
+        document["environment"] = environment(engine.device.type)
+        write_text(config.json, json.dumps(document))
+    if config.profile:
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            write_text(config.profile, Path(folder, "trace.json").read_text())
+    if config.trace:
+        write_text(config.trace, "\n".join(json.dumps(line) for line in result.trace))
+
+
+def main(argv: list[str] | None = None, command: Command | None = None) -> None:
+    """Run the command line. command: the result of `read_command`, where it is there already"""
+    from run.start import read_command
+
+    config, prompts, text, to_end, keys = command or read_command(argv, ranks.check)
+    with one_line_errors("generate.py"):
+        engine = load(ranks.init_ranks(config, prompts), text)
+        if to_end and engine.template is not None:
+            engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
+        if keys is None:
+            return main_loop(engine, prompts)
+        from run.repl import chat
+
+        try:
+            chat(engine, encode, keys)
+        finally:
+            keys.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # later collections, and those at the end, leave the imports' objects out
+    gc.enable()
+    try:
+        with ranks.report_from_rank_0("generate.py"):
+            main(command=COMMAND)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

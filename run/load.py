@@ -1,0 +1,443 @@
+"""Load everything that a config names: the target, the drafter and the tokenizer, as a warm engine.
+
+On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
+captured, and with --compile compiled.
+Not here: the ways to draft (run/methods.py), the formats of files (files/), the loop (decode.py,
+run/session.py), prompts and results (generate.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backends import switches
+from backends.library import (
+    FAMILIES,
+    cpu_operators_are_loaded,
+    has_cpu_operators,
+    has_triton,
+    set_plain,
+)
+from backends.replaced import note_edits
+from decode import Engine, Rescorer, build_cycles, cache_dtype
+from drafters import DraftMethod, RootOnly
+from files.io import log_note
+from model import DTYPES, Transformer
+from run import ranks
+from run.methods import MTP, has_extras, spec_of
+from run.modules import load_module
+from run.options import GenerateConfig, pick_device
+from run.parsing import by_names, require
+from run.prompts import read_grammar
+from run.session import PREFILL_WIDTHS, Session
+from run.stats import free_bytes, sequence_memory, slot_bytes
+from runtime import (
+    WARM_UPS,
+    copy_into,
+    say_what_compiles,
+    set_cuda_device,
+    time_presets,
+    why_not_compiled,
+)
+
+if TYPE_CHECKING:
+    from files.chat import TextFiles
+
+TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
+CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
+ROUND_TO = 256  # tokens
+CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
+
+
+def load(
+    config: GenerateConfig | str | Path | None = None,
+    text: TextFiles | None = None,
+    **options: Any,
+) -> Engine:
+    """Load everything that `config` names, and make the engine ready.
+
+    config: options, or the path of the checkpoint
+    text: the tokenizer and the template, where they are read already
+    options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
+    Raises: ValueError for anything wrong with options or files.
+    """
+    from files.chat import read_text_files, template_name
+    from files.config import need_mtp, open_source
+    from files.fetch import with_files
+    from files.not_finite import check_small_weights
+
+    asked = _asked(config, options)
+    asked.check()
+    began = time.perf_counter()
+    device = _pick_device(asked)
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    asked = with_files(asked)
+    path = Path(asked.checkpoint)
+    if template_name(path, asked) == "":
+        asked = replace(asked, chat="")
+    if asked.draft == MTP and not asked.head:
+        need_mtp(path, open_source(path))  # before the weights are read
+    target = _load_target(replace(asked, device=device), path)
+    check_small_weights(target, path)
+    tokenizer, template = text or read_text_files(path, asked)
+    _note_attention(target)
+    eos_ids = _eos_ids(target, tokenizer, template)
+    engine = Engine(
+        asked,
+        target,
+        (RootOnly(),),
+        _context(asked, target),
+        eos_ids,
+        rescorer=_rescorer(asked, target, tokenizer, eos_ids),
+        tokenizer=tokenizer,
+        template=template,
+    )
+    engine = with_draft(engine, asked, device)
+    engine = replace(engine, load_s=time.perf_counter() - began)
+    source = read_grammar(asked)
+    if source is not None:
+        from drafts.grammar import Grammar
+
+        engine = replace(engine, guide=Grammar(engine, source))
+    if asked.batch_size > 1:
+        log_note(sequence_memory(engine))
+    engine = warm_up(build_cycles(engine))
+    passes = target.fused is not None or target.fused_layers is not None
+    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
+    return engine
+
+
+def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:
+    """Return the options of a call of `load`. Raises: ValueError for a name that is not there."""
+    from files.chat import NO_TEMPLATE
+
+    if isinstance(config, (str, Path)):
+        options = {"checkpoint": config, **options}
+        config = None
+    if isinstance(options.get("chat"), bool):
+        options["chat"] = "" if options["chat"] else NO_TEMPLATE
+    if config is not None and options:
+        raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
+    return config or GenerateConfig(**by_names(GenerateConfig, options))
+
+
+def _rescorer(
+    config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
+) -> Rescorer | None:
+    """Return the penalties that requests may ask for. Raises: ValueError for no token's id."""
+    if not has_extras():
+        return None
+    from drafts.penalties import Penalties
+
+    device = target.norm.weight.device
+    rescorer = Penalties(target.config.vocab_size, device, tokenizer, eos_ids)
+    rescorer.check(config.sampling)
+    return rescorer
+
+
+def _pick_device(config: GenerateConfig) -> str:
+    """Choose the device and its operators. Writes: the process's device;
+    `backends.library.PLAIN`.
+    """
+    device = pick_device(config.device)
+    fault = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
+    require(not config.kv or device == "cpu", fault)
+    set_cuda_device(device)
+    if config.plain:
+        set_plain(FAMILIES)
+    unused = ", ".join(switches.without_effect(device))
+    if unused:
+        note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
+        log_note(note)
+    return device
+
+
+def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
+    """Return the engine with its target, and with the draft and the options that are asked for.
+
+    The cycles are still to be made (`build_cycles`).
+    Raises: ValueError for a draft that does not fit.
+    """
+    from files.fetch import with_files
+
+    target = engine.target
+    asked = with_files(asked)
+    config = _resolved(asked, target, Path(asked.checkpoint), device)
+    method = load_method(target, config, engine.tokenizer)
+    if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
+        from files.weights import int4_group
+
+        config = replace(config, group_size=int4_group(target))
+    return replace(
+        engine.with_method(method),
+        config=asked,
+        accept_rule=accept_rule(asked),
+        resolved=_changes(asked, config) | {"context": engine.context} | method.resolved,
+    )
+
+
+def skips_requantization(config: GenerateConfig, path: Path) -> bool:
+    """Return whether --quant leaves blocks as they are: most weights have as few bits already.
+
+    A second rounding would cost answers and save nothing. Prints a line about it. On CUDA int4 in
+    groups of 128 takes fewer instructions, so that they are rounded where that is asked for.
+    """
+    if config.quant == "none" or config.device != "cpu":
+        return False
+    from files.config import open_source
+    from files.gguf_blocks import keeps_blocks
+
+    if not keeps_blocks(config, path):
+        return False
+    if not open_source(path).mostly_has(int(config.quant.removeprefix("int"))):
+        return False
+    log_note(f"{path} has no more bits than --quant {config.quant}: it is not rounded again")
+    return True
+
+
+def _load_target(config: GenerateConfig, path: Path) -> Transformer:
+    """Load the weights, in the format that the options and the files ask for."""
+    from files.checkpoint import BLOCKS, Quantization
+    from files.gguf_blocks import keeps_blocks
+    from quantize import calibrated, is_calibrated
+    from run import tp
+
+    source = None
+    if config.inflate:
+        from drafts.stand_in import target_source
+
+        source = target_source(config)
+    quant = Quantization.of(config.quant, config.group_size)
+    if skips_requantization(config, path):
+        quant = None
+    if quant is None and keeps_blocks(config, path):
+        quant = Quantization(BLOCKS, saved=True, every_type=config.keep_blocks)
+    if quant is not None and is_calibrated(quant, path) and source is None:
+        source = calibrated(path, quant)
+        quant = None  # the source has the format
+    return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
+
+
+def _resolved(
+    config: GenerateConfig, target: Transformer, path: Path, device: str
+) -> GenerateConfig:
+    """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
+    from files.checkpoint import BLOCKS, saved_quantization
+    from files.config import read_raw, resolve_draft
+
+    config = replace(config, device=device, compile=how_to_run(config, device))
+    saved = saved_quantization(read_raw(path))
+    if saved is not None:  # the checkpoint holds codes
+        config = replace(config, quant=saved.format)
+    formats = {getattr(layer, "format", "") for layer in target.modules()}
+    if BLOCKS in formats:  # of a GGUF file, whatever --quant asked for
+        config = replace(config, quant=BLOCKS, group_size=0)
+    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    return resolve_draft(config, path, dtype, _without_head(config, target, path))
+
+
+def how_to_run(config: GenerateConfig, device: str) -> bool | None:
+    """Choose `compile` where the options leave it open.
+
+    Returns: True: C++ operators on a CPU, torch.compile on CUDA; None: cycles on CUDA are captured
+        as they are; False: PyTorch's modules, step by step.
+
+    A captured cycle without torch.compile has 90 to 96 % of the rate with it (7B on an H200, bf16
+    and int4; benchmarks/results/2026-11-26-h200/ladder.jsonl), and is ready in seconds: each method
+    compiles for 2 to 19 s in every process, and for minutes in the first one.
+    """
+    if config.plain:
+        return False
+    if config.compile is None and device.startswith("cpu"):
+        return has_cpu_operators()
+    return config.compile
+
+
+def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
+    """Return the options of `config` that differ from those asked for, by name."""
+    before = asdict(asked)
+    return {
+        f.name: value
+        for f in fields(config)
+        if (value := getattr(config, f.name)) != before[f.name]
+    }
+
+
+def _note_attention(target: Transformer) -> None:
+    """Print a note where a CPU runs PyTorch's attention, whose rows may depend on each other."""
+    weight = target.norm.weight
+    if weight.device.type != "cpu" or not has_cpu_operators("attention"):
+        return
+    width = target.config.head_dim
+    theirs = (
+        "is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
+    )
+    if width % 16:
+        log_note(f"attention with heads of width {width} {theirs}")
+    elif weight.dtype == DTYPES["float16"]:
+        log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
+
+
+def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:
+    """Return the draft of a model without a head: its MTP layer, if the checkpoint holds one.
+
+    Else it is a lookup on one CPU, where that was measured.
+    """
+    from files.config import find_mtp
+
+    # most models have no such layer, and their files are not opened a second time
+    may_draft = target.config.mtp and has_extras() and not config.inflate
+    if may_draft and find_mtp(path):
+        return MTP
+    one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
+    return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
+
+
+def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, ...]:
+    """Return the ids that end a sequence: the model's, else the tokenizer's, and the template's."""
+    stop_ids = template.stop_ids(tokenizer) if template else ()
+    eos_ids = target.config.eos_ids
+    if not eos_ids and tokenizer:
+        eos_ids = tokenizer.eos_ids
+    return tuple(dict.fromkeys((*eos_ids, *stop_ids)))
+
+
+def _context(config: GenerateConfig, target: Transformer) -> int:
+    """Return the KV capacity in tokens: what is asked for, or what the model was trained for.
+
+    By default a share of the free memory bounds it, and a note says so, or on CUDA a fixed number.
+    Raises: ValueError beyond the model's positions.
+    """
+    most = target.config.max_context
+    if config.context > most:
+        fault = f"--context {config.context} is beyond the model's {most} positions; lower it"
+        raise ValueError(fault)
+    if config.context:
+        return config.context
+    weight = target.norm.weight
+    if weight.is_cuda:
+        return min(most, CUDA_CONTEXT)
+    dtype = cache_dtype(config, weight.dtype)
+    caches = config.batch_size * (2 if config.compare else 1)
+    room = CACHE_SHARE * free_bytes(str(weight.device))
+    fits = int(room / (caches * max(slot_bytes(target.layers, dtype), 1)))
+    fits = ranks.smallest(fits // ROUND_TO * ROUND_TO)
+    if fits >= most or not fits:  # where nothing fits, the session refuses, and says why
+        return most
+    log_note(
+        f"the context is {fits} tokens, whose cache takes half of the free memory; the model was "
+        f"trained for {most}: --context asks for more"
+    )
+    return fits
+
+
+def accept_rule(config: GenerateConfig) -> Callable | None:
+    """Return the rule of acceptance, or None for the exact one."""
+    if config.accept == "exact":
+        return None
+    from drafts.residual import accept_residual
+
+    return accept_residual
+
+
+def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
+    """Load the way to draft that `config` names.
+
+    tokenizer: None where only ids go in and out
+    Raises: ValueError for files or a tree that do not fit.
+    """
+    spec = spec_of(config)
+    count = ranks.this_rank().world_size
+    fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
+    require(count == 1 or spec.many_ranks, fault)
+    extended = config.inflate and spec.extended
+    module = load_module(spec.extended if extended else spec.module)
+    method = module.load_method(target, config, tokenizer)
+    if config.child_rule == "sampled" and spec.residual:
+        from drafts.residual import sample_children
+
+        for preset in method.presets:
+            sample_children(preset)
+    if count > 1:
+        from run import tp
+
+        if spec.scores_children and config.tree_shape == "auto":
+            reason = "--tree auto goes by the ranks' clocks, which differ"
+            log_note(f"the tree is dynamic, as {reason}")
+        return tp.split_lm_head(target, method)
+    if spec.scores_children and config.tree_shape == "auto" and config.draft != "none":
+        from drafts.auto_trees import with_trees
+
+        return with_trees(method, target, config, tokenizer)
+    return method
+
+
+def without_draft(engine: Engine) -> Engine:
+    """Return an engine that decodes as this one does, without a draft."""
+    config = replace(engine.config, accept="exact", trace="", compare=False)
+    method = RootOnly().method()
+    if ranks.this_rank().world_size > 1:
+        from run import tp
+
+        method = DraftMethod((RootOnly(),), pick_tokens=tp.pick_tokens)
+    plain = engine.with_method(method)
+    return warm_up(build_cycles(replace(plain, config=config, accept_rule=None)))
+
+
+def warm_up(engine: Engine) -> Engine:
+    """Make the engine ready for its first prompt.
+
+    On a CPU nothing is left to do. On CUDA the cycles run until they are captured, and with
+    --compile compiled. Where that does not work, a note says so, and the engine does without it.
+    """
+    how = engine.option("compile")
+    reason = why_not_compiled(engine.option("device")) if how else ""
+    if reason:
+        how = None if engine.captured else False
+    chosen = engine.resolved | {"compile": how}
+    ranks.check_same_on_all_ranks(engine.config, **chosen)
+    if reason:
+        log_note(f"--compile does not work here ({reason}); running without it")
+        return warm_up(build_cycles(replace(engine, resolved=chosen)))
+    compile_s = 0.0
+    if engine.captured:
+        began = time.perf_counter()
+        for _ in range(1 + WARM_UPS):
+            _prefill_each_width(engine)
+            time_cycles(engine, say_what_compiles)
+        compile_s = time.perf_counter() - began
+    policy = engine.policy.on_engine_ready(engine, partial(time_cycles, engine))
+    return replace(engine, compile_s=compile_s, policy=policy)
+
+
+def _prefill_each_width(engine: Engine) -> None:
+    """Decode one token after a prompt of every prefill width, in every sequence of the batch."""
+    engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
+    for width in PREFILL_WIDTHS:
+        prompt = [0] * min(width, engine.context - 1)
+        for _ in Session(engine).decode_turn([prompt] * engine.config.batch_size):
+            pass
+
+
+def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
+    """Time a cycle of every preset, with sequences that decode after `TIMED_BEHIND` tokens.
+
+    progress: as `say` of `time_presets`
+    Returns: seconds of a cycle, per preset.
+    """
+    session = Session(engine)
+    state = session.state
+    state.pos.fill_(min(TIMED_BEHIND, engine.context // 2))
+    state.limit.fill_(engine.context - 1)
+    state.done.fill_(False)
+    rewound = engine.drafter.rewind(state.drafter_state, state.pos)
+    copy_into(state.drafter_state, rewound)
+    return time_presets(session.time_cycle, engine.presets, progress)

@@ -1,0 +1,696 @@
+"""Every option of generate.py, once: its default, help text, flag, and condition to have an effect.
+
+`GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
+the command line get the same messages. The options that only measurements need come last; the
+command line sets them by `--set name=value`.
+No torch is imported, so that a mistake is reported before it is.
+Not here: reading a command line (run/parsing.py); reading prompts (run/prompts.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from backends import switches
+from files.io import (
+    cache_folder,
+    can_name_file,
+    check_directory,
+    check_outputs,
+    is_gguf,
+    is_model_name,
+)
+from run.methods import DRAFTERS, has_extras, spec_of
+from run.modules import PREFIX
+from run.option_rules import (
+    CHAT,
+    DRY,
+    FIXED,
+    GROWN,
+    GROWS,
+    HEAD,
+    INFLATABLE,
+    INT4,
+    INTERACTIVE,
+    LEVELS,
+    NOT_CHAT,
+    NOT_COMPILED,
+    ONCE,
+    REPEATS,
+    RULE,
+    SAMPLED,
+    SIZED,
+    STORE,
+    TEXT,
+    XTC,
+    only_with,
+)
+from run.parsing import check_kinds, check_ranges, flag_of, option, processors, require, setting
+from run.tree_paths import (
+    EAGLE1_PATHS,
+    MAX_NODES,
+    MEDUSA_PATHS,
+    SHAPES,
+    candidates,
+    chain_paths,
+    check_candidates,
+    parse_tree,
+    read_tree,
+)
+
+if TYPE_CHECKING:
+    from draft_tree import DynamicTree, StaticTree
+
+ROOT = Path(__file__).resolve().parents[1]
+# files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
+FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
+DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
+DEMO = str(ROOT / "checkpoints" / "demo")
+
+FORMAT_NAMES = ("int8", "int4")  # of quantized weights (backends/formats.py)
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
+DEPTH = 6  # levels of a tree by default
+BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
+MOST_BREAKERS = 64
+MOST_BIAS = 100  # as OpenAI's
+MOST_BIASES = 1024  # tokens of a request with a bias
+MOST_BAD_WORDS = 64
+
+
+class Sampling(NamedTuple):
+    """The parameters that turn the target's logits into a distribution (sampling.py)."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
+    top_n_sigma: float = -1.0  # standard deviations below the best score; up to 0 keeps all
+    typical_p: float = 1.0  # keep the tokens of the most usual information with this mass
+    xtc_probability: float = 0.0  # of dropping all but the least likely of the tokens
+    xtc_threshold: float = 0.1  # with at least this probability
+    # of tokens that the text has already (drafts/penalties.py); 1, 0 and 0 are off
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = -1  # tokens that these look back at; -1: all
+    # of tokens that would prolong a repeat
+    dry_multiplier: float = 0.0  # 0 is off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS
+    logit_bias: str = ""  # JSON, {"token id": number to add, ...}
+    # masks
+    min_tokens: int = 0  # of an answer before it may end
+    bad_words: tuple[str, ...] = ()  # that no answer may have
+    allowed_token_ids: str = ""  # the only tokens of answers, as 5,17,3; "": all are
+
+    @property
+    def rescores(self) -> bool:
+        """Return whether scores change by biases and masks, or by the text before them."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        masks = (self.min_tokens, self.bad_words, self.allowed_token_ids)
+        return any((*penalties, self.dry_multiplier > 0, self.logit_bias, *masks))
+
+
+DEFAULTS = Sampling()._asdict()
+# of these, what has no effect at temperature 0
+OF_DRAWS = Sampling._fields[: Sampling._fields.index("repetition_penalty")]
+
+sampler = partial(setting, also_flag=True)  # has the flag that llama.cpp or vLLM has, too
+
+# titles of the help and their options
+GROUPS = {
+    "the model": ("checkpoint", "quant", "context", "kv", "device", "compile", "plain"),
+    "the text": (
+        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
+        "grammar", "batch_size",
+    ),
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+    "drafting (the text is the same with any of it)": (
+        "draft", "head", "draft_checkpoint", "tree",
+    ),
+    "what is shown and written": ("compare", "json"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Options of a run. Units and effects are in the help texts."""
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = GROUPS
+
+    checkpoint: str = option(
+        DEFAULT,
+        "the target: a Hugging Face directory, a GGUF file, or a name, as OWNER/NAME or "
+        "hf:OWNER/NAME:Q4_K_M on a hub and ollama:NAME; the default is fetched once (93 MB)",
+        short="m",
+    )
+    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
+    context: int = option(
+        0,
+        "KV capacity in tokens; 0: what the model was trained for, if half of the free memory "
+        "holds it, and on CUDA at most 4096",
+        least=0,
+        short="c",
+    )
+    kv: str = option(
+        "",
+        "on a CPU, round the cache's keys and values to 8 bits: int8 takes 53 % of the memory of "
+        "16 bits; default: the weights' dtype",
+        ("int8",),
+    )
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    compile: bool | None = option(
+        None,
+        "on CUDA, compile the steps by torch.compile before they are captured: 4 to 11 % faster, "
+        "but seconds to minutes later; on a CPU nothing changes, as C++ operators run anyway",
+    )
+    plain: bool = option(
+        False,
+        "run PyTorch in place of our operators and captured graphs, from now on in this process: "
+        "slow, and what one edits in model.py and backends/ is what runs",
+        needs=(NOT_COMPILED,),
+    )
+    draft: str = option(
+        "",
+        "source of drafts; default: as the files of the head say, if one is given or bundled, else "
+        "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
+        "CPU and none elsewhere",
+        tuple(DRAFTERS),
+    )
+    head: str = option(
+        "",
+        "a trained head of any kind, a directory or a GGUF file; default: the checkpoint's name "
+        "with -eagle, or with another --draft behind it, if it exists",
+        needs=(HEAD,),
+        alias="eagle",
+    )
+    draft_checkpoint: str = option(
+        "", "the model of --draft model: a directory or a GGUF file", needs=(only_with("model"),)
+    )
+    tree: str = option(
+        "",
+        "shape of the draft tree: auto, chain:3, dynamic:6,8,32 (levels, children of a node, nodes "
+        "in all; what is left out has its default), static, or a JSON list of rank paths, as "
+        "[[0], [1], [0, 0]], in a file. auto, which takes such numbers as bounds, picks the "
+        "fastest of several, and none, while decoding, and stores what it learns in "
+        "~/.cache/gpt-eagle/trees; default: auto for a head, chain for a draft model, dynamic "
+        "where only that can do what is asked for and with torchrun; without the folder drafts/ "
+        "dynamic on CUDA, chain on a CPU",
+        tuple(SHAPES),
+        needs=(SIZED,),
+        parts=parse_tree,
+    )
+    prompt: str | None = option(
+        None,
+        "text to answer or continue, - for standard input; the default model and the demo have one",
+        short="p",
+    )
+    prompt_file: str = option(
+        "", "prompts: a text file, or JSONL with `turns`; - for standard input"
+    )
+    interactive: bool = option(False, "chat on the terminal")
+    chat: str | None = option(
+        None,
+        "chat template: the built-in one named, or none for plain continuation; default, and "
+        "without a name: the checkpoint's own, if it has one",
+        needs=(TEXT,),
+        optional=True,
+    )
+    system: str | None = option(
+        None,
+        "system message of the chat, '' for an empty one; default: the template's own",
+        needs=(CHAT,),
+    )
+    grammar: str = option(
+        "",
+        "texts follow this Lark, GBNF, or JSON schema (.json); on CUDA no cycle is captured then",
+    )
+    max_new_tokens: int = option(
+        128,
+        "tokens to generate per prompt; a chat of --prompt or --interactive goes on to its end "
+        "where this is not given",
+        least=1,
+        short="n",
+    )
+    stop: tuple[str, ...] = option(
+        (), "text that ends an answer and is left out; it may be given several times"
+    )
+    batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
+    top_p: float = option(
+        1.0,
+        "sample among the likeliest tokens whose probabilities add up to this",
+        needs=(SAMPLED,),
+    )
+    min_p: float = option(
+        0.0, "drop tokens below this share of the likeliest", needs=(SAMPLED,), least=0, most=1
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "divide the scores of tokens that the text has already by this; 1.1 to 1.2 end most loops",
+        least=0.01,
+        most=100,
+        alias="repeat_penalty",
+    )
+    seed: int = option(
+        0,
+        "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
+        "--interactive draws one where none is given",
+        least=0,
+        most=2**64 - 1,
+    )
+    compare: bool = option(
+        False,
+        "also decode without drafting, check that the tokens agree, print the speedup",
+        needs=(NOT_CHAT,),
+    )
+    json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
+
+    # what --tree stands for
+    tree_file: str = setting("", "the file of --tree", needs=(SIZED,), spelled="--tree")
+    tree_depth: int = setting(
+        0,
+        "LEVELS of --tree (auto: at most); default: 6, or as many as the head has",
+        needs=(LEVELS,),
+        least=1,
+        most=MAX_NODES - 1,
+        spelled="LEVELS of --tree (tree_depth)",
+    )
+    tree_topk: int = setting(
+        0,
+        "CHILDREN of --tree, per node, and nodes expanded per level (auto: at most); default: 10, "
+        "on a CPU 4, in bf16 on AMX tiles 8",
+        needs=(GROWS, GROWN),
+        least=1,
+        spelled="CHILDREN of --tree (tree_topk)",
+    )
+    tree_size: int = setting(
+        0,
+        "NODES of --tree, verified ones, root included (auto: at most); default: 60, with int4 on "
+        "CUDA 32, on a CPU 16, in bf16 on AMX tiles 32",
+        needs=(SIZED, GROWN),
+        least=2,
+        most=MAX_NODES,
+        spelled="NODES of --tree (tree_size)",
+    )
+
+    # of single runs
+    prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    control_tokens: str = setting(
+        "programs",
+        "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
+        "is put around; all, the messages of a chat too; or none",
+        ("programs", "all", "none"),
+    )
+    num_samples: int = setting(
+        1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
+    )
+    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
+    show_drafts: bool = setting(
+        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
+    )
+    verbose: bool = setting(False, "print seconds, memory and trees at the end, too")
+    results: str = setting(
+        "",
+        "write every conversation to this JSONL file when it ends; the same command resumes a "
+        "run that was stopped",
+        needs=(NOT_CHAT, ONCE),
+    )
+    trace: str = setting(
+        "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
+    )
+    profile: str = setting("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
+
+    # of sampling
+    repeat_last_n: int = sampler(
+        -1,
+        "tokens that repetition, presence and frequency penalties look back at; -1: all",
+        needs=(REPEATS,),
+        least=-1,
+    )
+    presence_penalty: float = sampler(
+        0.0, "subtract this from the scores of tokens that the answer has", least=-100, most=100
+    )
+    frequency_penalty: float = sampler(
+        0.0, "subtract this once for each time that the answer has a token", least=-100, most=100
+    )
+    logit_bias: str = sampler("", 'add to the scores of tokens, as {"15043": -100, "29991": 5}')
+    min_tokens: int = sampler(0, "tokens of an answer before it may end", least=0)
+    bad_words: tuple[str, ...] = sampler(
+        (), "text that no answer may have; it may be given several times"
+    )
+    allowed_token_ids: str = sampler("", "the only tokens of answers, as 5,17,3")
+    top_n_sigma: float = sampler(
+        -1.0,
+        "keep tokens within so many standard deviations of the best score; -1: all",
+        needs=(SAMPLED,),
+        least=-1,
+    )
+    typical_p: float = sampler(
+        1.0,
+        "sample among the tokens of the most usual information whose probabilities add up to this",
+        needs=(SAMPLED,),
+    )
+    xtc_probability: float = sampler(
+        0.0,
+        "at so many of the tokens, drop all but the least likely of those above xtc_threshold",
+        needs=(SAMPLED,),
+        least=0,
+        most=1,
+    )
+    xtc_threshold: float = sampler(
+        0.1, "probability of tokens that XTC may drop", needs=(XTC,), least=0, most=1
+    )
+    dry_multiplier: float = sampler(
+        0.0,
+        "DRY: subtract this * dry_base ^ (length of the repeat - dry_allowed_length) from the "
+        "scores of tokens that would prolong a repeat",
+        least=0,
+        most=100,
+    )
+    dry_base: float = sampler(1.75, "of DRY", needs=(DRY,), least=1, most=4)
+    dry_allowed_length: int = sampler(
+        2, "shortest repeat that DRY acts on, in tokens", needs=(DRY,), least=1
+    )
+    dry_penalty_last_n: int = sampler(
+        -1, "tokens that DRY looks back at; -1: all", needs=(DRY,), least=-1
+    )
+    dry_sequence_breakers: tuple[str, ...] = sampler(
+        BREAKERS, "text at which DRY's repeats end; from Python, a list", needs=(DRY,)
+    )
+
+    # of the model
+    dtype: str = setting(
+        "",
+        "number type of weights and activations; default: the checkpoint's",
+        ("float32", "bfloat16", "float16"),
+    )
+    group_size: int = setting(
+        0,
+        "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
+        needs=(INT4,),
+    )
+    keep_blocks: bool = setting(
+        False,
+        "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
+        "default: Q4_0 and Q8_0, as others were not timed",
+    )
+    threads: int = setting(
+        0, "CPU threads; 0: as many as cores", least=0, most=processors(), short="t"
+    )
+    inflate: str = setting(
+        "",
+        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
+        needs=(INFLATABLE,),
+    )
+
+    # of the draft
+    quant_draft: str = setting(
+        "",
+        "round the draft's weights; default: as its files in 8 or 4 bits, else as the target; "
+        "beside a 16-bit target int8 on a CPU, on CUDA int4 for a head",
+        ("none", *FORMAT_NAMES),
+        needs=(GROWS,),
+    )
+    draft_store: str = setting(
+        "",
+        "file that stores finished texts, so that later runs draft from them too",
+        needs=(STORE,),
+    )
+    datastore: str = setting(
+        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
+    )
+    lookahead: str = setting(
+        "",
+        "window, n-gram and guesses of --draft lookahead, W-N-G; default: 5-4-5",
+        needs=(only_with("lookahead"),),
+    )
+    accept: str = setting(
+        "exact",
+        "exact: the same tokens as vanilla; residual: the papers' rule",
+        ("exact", "residual"),
+        needs=(RULE, SAMPLED, FIXED),
+    )
+    children: str = setting(
+        "",
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
+        "noise, or sampled without replacement; default: noise, and with accept=residual sampled "
+        "(topk on dynamic trees)",
+        ("topk", "noise", "sampled"),
+        needs=(GROWS, SAMPLED),
+    )
+
+    @property
+    def sampling(self) -> Sampling:
+        """The parameters of the target's distribution."""
+        return Sampling(*(getattr(self, name) for name in Sampling._fields))
+
+    @property
+    def has_schema(self) -> bool:
+        """Return whether every answer follows a JSON schema."""
+        return self.grammar.endswith(".json")
+
+    @property
+    def tree_shape(self) -> str:
+        """The value of `--tree`, or its default."""
+        if self.tree_file:
+            return "static"
+        if self.tree:
+            return self.tree
+        default = (*spec_of(self).trees, "auto")[0]
+        if default == "auto" and self.accept != "exact":
+            return "dynamic"
+        if default == "auto" and not has_extras():
+            # arithmetic bounds a CPU's passes: a chain has the fewest rows
+            device = self.device or pick_device("")
+            return "dynamic" if device.startswith("cuda") else "chain"
+        return default
+
+    @property
+    def static_paths(self) -> tuple[tuple[int, ...], ...]:
+        """The rank paths of a chain or a static tree. Raises: ValueError for a file."""
+        if self.tree_shape == "chain":
+            return chain_paths(self.tree_depth or DEPTH)
+        if self.tree_file:
+            return read_tree(Path(self.tree_file))
+        return MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS
+
+    @property
+    def draft_tree(self) -> DynamicTree | StaticTree:
+        """The tree of these options; with `--tree auto` the largest.
+
+        Raises: ValueError for a tree that cannot be.
+        """
+        from draft_tree import DynamicTree, StaticTree, usual_topk_and_size  # imports torch
+
+        if self.tree_shape in ("chain", "static"):
+            return StaticTree(self.static_paths)
+        depth = self.tree_depth or DEPTH
+        topk = self.tree_topk
+        size = self.tree_size
+        if not topk or not size:
+            on_cuda = (self.device or pick_device("")).startswith("cuda")
+            default_topk, default_size = usual_topk_and_size(on_cuda, self.quant, self.dtype)
+            topk = topk or default_topk
+            size = size or min(default_size, 1 + candidates(depth, topk))
+        return DynamicTree(depth, topk, size)
+
+    @property
+    def child_rule(self) -> str:
+        """The rule by which children are picked: the one asked for, or that of `accept`."""
+        if self.children:
+            return self.children
+        if self.accept != "residual":
+            return "noise"
+        return "topk" if GROWN.met(self) else "sampled"
+
+    def check(self) -> None:
+        """Check every option. Raises: ValueError for a value or combination that cannot work."""
+        switches.check()
+        self._check_names()
+        self.check_numbers()
+        self.check_needs()
+        self._check_values()
+        self._check_files()
+        self._check_tree()
+        if self.accept == "residual":
+            self._check_residual()
+            self.check_acceptance()
+
+    def check_numbers(self) -> None:
+        """Check the numbers alone, also those in texts.
+
+        Raises: ValueError for one that is out of its range.
+        """
+        check_ranges(self)
+        require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
+        typical_fault = f"--set typical_p must be in (0, 1]; it is {self.typical_p}"
+        require(0 < self.typical_p <= 1, typical_fault)
+        count = len(self.dry_sequence_breakers)
+        breakers_fault = f"--set dry_sequence_breakers may have {MOST_BREAKERS} texts, not {count}"
+        require(count <= MOST_BREAKERS, breakers_fault)
+        words_fault = f"bad_words may have {MOST_BAD_WORDS} texts, not {len(self.bad_words)}"
+        require(len(self.bad_words) <= MOST_BAD_WORDS, words_fault)
+        parse_biases(self.logit_bias)
+        parse_ids(self.allowed_token_ids)
+        fault = "penalties and logit_bias are in the folder drafts/, which is not here; restore it"
+        require(not self.sampling.rescores or has_extras(), fault)
+
+    def check_acceptance(self) -> None:
+        """Check that the rule of acceptance allows these parameters of sampling.
+
+        Raises: ValueError.
+        """
+        if self.accept == "exact":
+            return
+        require(self.temperature > 0, "temperature must be above 0 with accept=residual; raise it")
+        own = self.sampling
+        others = [name for name in Sampling._fields[4:] if getattr(own, name) != DEFAULTS[name]]
+        fault = f"{', '.join(others)} cannot go with accept=residual; drop that"
+        require(not others, fault)
+
+    def check_needs(self) -> None:
+        """Check that every option has an effect. Raises: ValueError for one that has none."""
+        for f in fields(self):
+            if getattr(self, f.name) != f.default:
+                for need in f.metadata["needs"]:
+                    require(need.met(self), f"{flag_of(f)} {need.text.format(self)}")
+
+    def _check_names(self) -> None:
+        check_kinds(self)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, str) and f.name not in ("prompt", "system"):
+                fault = f"{flag_of(f)} has a character that no name can have: {value!a}; drop it"
+                require(can_name_file(value), fault)
+
+    def _check_values(self) -> None:
+        device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
+        require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
+        group_fault = (
+            f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
+        )
+        require(self.group_size in (0, *GROUP_SIZES), group_fault)
+        in_extras = {
+            "--interactive": self.interactive,
+            "--grammar": self.grammar,
+            f"--draft {self.draft}": spec_of(self).module.startswith("drafts"),
+            "--tree auto": self.tree == "auto",
+        }
+        for flag, needed in in_extras.items():
+            fault = f"{flag} is in the folder drafts/, which is not here; restore it, or drop that"
+            require(not needed or has_extras(), fault)
+        has_model = self.draft != "model" or self.draft_checkpoint != ""
+        require(has_model, "--draft model needs --draft_checkpoint; name its directory")
+
+    def _check_files(self) -> None:
+        """Check files and folders before anything is computed, so that no result is lost."""
+        for name in (self.checkpoint, self.head, self.draft_checkpoint):
+            if name and not is_gguf(Path(name)) and not is_model_name(name):
+                check_directory(Path(name))
+        sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
+        given = [flag for flag, value in self._flags(sources) if value not in (None, False, "")]
+        require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
+        has_text = self.prompt is None or self.prompt.strip() != ""
+        require(has_text, "--prompt is empty; give it some text")
+        for flag, value in self._flags(("results", "draft_store")):
+            fault = f"{flag} is read again by the next run; name a file instead of -"
+            require(value != "-", fault)
+        outputs = ("draft_store", "json", "results", "trace", "profile")
+        check_outputs(dict(self._flags(outputs)))
+
+    def _flags(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+        """Return options as a user writes them, and their values."""
+        return [(flag_of(f), getattr(self, f.name)) for f in fields(self) if f.name in names]
+
+    def _check_tree(self) -> None:
+        file_fault = f"--tree {self.tree_file} is a static tree, not {self.tree}"
+        require(not self.tree_file or self.tree in ("", "static"), file_fault)
+        takes = spec_of(self).trees or (self.tree_shape,)
+        fault = f"--draft {self.draft} takes --tree {' or '.join(takes)}; it is {self.tree_shape}"
+        require(self.tree_shape in takes, fault)
+        grown = GROWN.met(self)
+        if grown and self.tree_topk and self.tree_size:
+            check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
+        lossy_fault = "--set children=sampled would make a dynamic tree lossy; use --tree static"
+        require(not grown or self.children != "sampled", lossy_fault)
+
+    def _check_residual(self) -> None:
+        grown = GROWN.met(self)
+        rule = "topk" if grown else "sampled"
+        noise_fault = "--set accept=residual needs a draft that does not read the target's noise"
+        require(self.children != "noise", f"{noise_fault}; use children={rule}")
+        if grown:
+            return
+        rule_fault = "accept=residual samples the children of static trees; drop children=topk"
+        require(self.children != "topk", rule_fault)
+        paths = self.static_paths
+        for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
+            complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
+            gap = f"ranks without gaps; before {path} another is missing: add it"
+            require(complete, f"--set accept=residual needs {gap}")
+
+
+def parse_biases(text: str) -> dict[int, float]:
+    """Read `logit_bias`: numbers to add to scores, by token id.
+
+    Raises: ValueError for another text, too many tokens, or a number out of its range.
+    """
+    form = 'logit_bias must be {"token id": number, ...}'
+    try:
+        raw = json.loads(text or "{}")
+    except ValueError:
+        raise ValueError(f"{form}; it is {text[:50]!r}") from None
+    require(isinstance(raw, dict), f"{form}; it is {text[:50]!r}")
+    fault = f"logit_bias may name {MOST_BIASES} tokens; it names {len(raw)}"
+    require(len(raw) <= MOST_BIASES, fault)
+    biases = {}
+    for token, bias in raw.items():
+        is_id = re.fullmatch(r"\d{1,9}", token)
+        require(is_id is not None, f"{form}; {token[:50]!r} is no token id")
+        in_range = type(bias) in (int, float) and -MOST_BIAS <= bias <= MOST_BIAS
+        fault = f"a logit_bias must be from -{MOST_BIAS} to {MOST_BIAS}; that of {token} is {bias}"
+        require(in_range, fault)
+        biases[int(token)] = bias
+    return biases
+
+
+def parse_ids(text: str) -> list[int]:
+    """Read `allowed_token_ids`. Raises: ValueError for another text."""
+    ids = text.split(",") if text else []
+    fault = f"allowed_token_ids must be token ids, as 5,17,3; it is {text[:50]!r}"
+    require(all(re.fullmatch(r"\d{1,9}", id) for id in ids), fault)
+    return list(map(int, ids))
+
+
+def pick_device(name: str) -> str:
+    """Check a device name, or choose one. Raises: ValueError when there is no such device."""
+    import torch
+
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
+    if kind == "cpu":
+        return name
+    unavailable = f"--device {name}: this machine or this torch has no CUDA device; use cpu"
+    require(torch.cuda.is_available(), unavailable)
+    count = torch.cuda.device_count()
+    index = torch.device(name).index or 0
+    last = f"cuda:{count - 1}"
+    require(
+        index < count,
+        f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks",
+    )
+    return name

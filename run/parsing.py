@@ -1,0 +1,473 @@
+"""The command line: a dataclass field is an option with a flag, a help text and a range.
+
+`parse` reads a command line into a dataclass of options, for generate.py and scripts/.
+An option that only measurements need has no flag of its own: `--set name=value` sets it.
+`one_line_errors` reports a user's mistake as one line and exit status 2; `show_notes` prints notes.
+This module imports no torch, so that a mistake is reported before torch is imported.
+Not here: the options of generate.py (run/options.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import io
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, Field, field, fields
+from functools import partial
+from numbers import Integral, Real
+from typing import IO, Any, NoReturn
+
+from files.io import NOTES, log_note, one_line
+from run.modules import PREFIX
+
+VERSION = "0.1.0"  # as in pyproject.toml
+SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
+SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
+# of requirements.txt
+PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
+# flags of the last release, which still work (`_OldFlag`): what is written now
+OLD = dict.fromkeys(
+    (
+        "accept", "datastore", "draft_store", "dtype", "group_size", "ignore_eos",
+        "inflate", "num_samples", "profile", "prompt_ids", "quant_draft", "results",
+        "show_drafts", "threads", "trace", "verbose",
+    ),
+    "--set {name}={value}",
+) | {
+    "tree_file": "--tree {value}",
+    "tree_depth": "--tree auto:{value}, chain:{value} or dynamic:{value}",
+    "tree_topk": "--tree auto:,{value} or dynamic:,{value}",
+    "tree_size": "--tree auto:,,{value} or dynamic:,,{value}",
+}  # fmt: skip
+MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    needs: tuple[Any, ...] = (),
+    least: int | None = None,
+    most: int = MOST,
+    flag: bool = True,
+    rare: bool = False,
+    alias: str = "",
+    short: str = "",
+    **extra: Any,
+) -> Any:
+    """Make a dataclass field that is also a flag, unless `flag` is False.
+
+    least, most: the range of a number
+    rare: the command line has `--set name=value` in place of a flag
+    alias: another name of it, on the command line and in Python
+    short: a letter for the command line, as llama.cpp has it
+    extra: `spelled`, the option's name in messages; `parts`, a function that returns the options
+        that a text stands for, by name; `also_flag`, a rare option has a flag that no help shows
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "needs": needs,
+        "least": least,
+        "most": most,
+        "flag": flag,
+        "rare": rare,
+        "alias": alias,
+        "short": short,
+        **extra,
+    }
+    return field(default=default, metadata=metadata)
+
+
+setting = partial(option, rare=True)  # for `--set`
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use, at most as many threads help."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or MOST
+
+
+def flag_of(f: Field) -> str:
+    """Return an option's name as messages have it: what a user writes."""
+    usual = f"--set {f.name}" if f.metadata["rare"] else f"--{f.name}"
+    return f.metadata.get("spelled", usual)
+
+
+def by_names(options: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values by the fields' names, where some are given by an alias.
+
+    A path becomes a text, and one text or a list of them a tuple where a field takes several. A
+    text that stands for several options becomes these.
+
+    Raises: ValueError for a field that is given twice, and for one that is not there.
+    """
+    named = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in values.items()}
+    for f in fields(options):
+        alias = f.metadata["alias"]
+        if alias and alias in named:
+            require(f.name not in named, f"{alias} is another name of {f.name}; give one of them")
+            named[f.name] = named.pop(alias)
+        if f.type == SEVERAL and f.name in named:
+            value = named[f.name]
+            if isinstance(value, (str, list)):
+                named[f.name] = (value,) if isinstance(value, str) else tuple(value)
+        if "parts" in f.metadata and isinstance(named.get(f.name), str):
+            parts = f.metadata["parts"](named.pop(f.name))
+            for name in parts.keys() & named.keys():
+                raise ValueError(f"--{f.name} has {name} already; give it once")
+            named |= parts
+        if isinstance(named.get(f.name), dict):  # as JSON, which a command line has
+            named[f.name] = json.dumps(named[f.name]) if named[f.name] else ""
+    known = [f.name for f in fields(options)]
+    for name in named.keys() - set(known):
+        raise ValueError(f"there is no option {name}{did_you_mean(name, known)}")
+    return named
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the closest of the known names; "" where none is close."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def check_ranges(options: Any) -> None:
+    """Check the numbers of a dataclass of options.
+
+    Raises: ValueError for a number that is out of its range.
+    """
+    for f in fields(options):
+        if f.type in ("int", "float"):
+            _check_range(f, getattr(options, f.name))
+
+
+def check_kinds(options: Any) -> None:
+    """Check what the parser checks on a command line: flags, texts, and names among the choices.
+
+    Raises: ValueError for another kind of value, or name.
+    """
+    for f in fields(options):
+        value = getattr(options, f.name)
+        choices = f.metadata["choices"]
+        if f.type in ("int", "float"):
+            continue
+        if f.type in SWITCHES:
+            fault = f"{flag_of(f)} must be True or False; it is {value!r}"
+            require(isinstance(value, bool) or value is f.default, fault)
+        elif f.type == SEVERAL:
+            texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
+            require(texts, f"{flag_of(f)} must be texts that are not empty; it is {value!r}")
+        elif value != f.default:
+            require(isinstance(value, str), f"{flag_of(f)} must be a text; it is {value!r}")
+            known = f"{flag_of(f)} must be one of {', '.join(choices or ())}; it is {value!r}"
+            require(not choices or value in choices, known)
+
+
+def _check_range(f: Field, value: Any, given: bool = False) -> None:
+    """Check a number. given: by a user; the default may lie below the range, as 0 for automatic."""
+    least = f.metadata["least"]
+    most = f.metadata["most"]
+    if f.type == "int":
+        number = Integral
+        kind = "whole number"
+    else:
+        number = Real
+        kind = "number"
+    is_number = isinstance(value, number) and not isinstance(value, bool)
+    is_number = is_number and value == value  # not a NaN
+    require(is_number, f"{flag_of(f)} must be a {kind}; it is {value!r}")
+    require(
+        least is None or value >= least or (value == f.default and not given),
+        f"{flag_of(f)} must be at least {least}; it is {value}",
+    )
+    require(value <= most, f"{flag_of(f)} must be at most {most}; it is {value}")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise ValueError with the message unless the condition holds."""
+    if not holds:
+        raise ValueError(message)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports an error on one line, without the usage block."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse all words; a hint goes with a flag that is not there."""
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            hint = did_you_mean(flag, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        fail(self.prog, f"{message}; see --help")
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """Print the help; argparse keeps quiet where the output is full."""
+        with one_line_errors(self.prog):
+            print(self.format_help(), end="", file=file)
+
+
+class _OneName(argparse.Action):
+    """Store a value, and refuse one under another name of the option."""
+
+    given = ""  # the name on this command line
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        if self.given and self.given != name:
+            parser.error(f"{name} is another name of {self.given}; give one of them")
+        self.given = name or ""
+        setattr(namespace, self.dest, values)
+
+
+class _OldFlag(argparse.Action):
+    """Take the flag of an option that is now written otherwise, and say how. For one release."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        option_name = self.option_strings[0].removeprefix("--")
+        value = "true" if self.nargs == 0 else values
+        spelling = str(self.const).format(name=option_name, value=value)
+        log_note(one_line(f"{name} is now {spelling}"))
+        namespace.set = [*getattr(namespace, "set", []), f"{option_name}={value}"]
+
+
+def fail(program: str, message: str) -> NoReturn:
+    """End the program on a user's mistake: one line, exit status 2."""
+    print(f"{program}: {one_line(message)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(
+    options: type,
+    program: str,
+    description: str,
+    argv: list[str] | None = None,
+) -> Any:
+    """Read the command line into a dataclass with fields made by `option`, as `parse_given`."""
+    return parse_given(options, program, description, argv)[0]
+
+
+def parse_given(
+    options: type,
+    program: str,
+    description: str,
+    argv: list[str] | None = None,
+) -> tuple[Any, set[str]]:
+    """Read the command line into a dataclass with fields made by `option`.
+
+    A flag may have hyphens in the place of underscores. Exits with status 2 on a mistake.
+    argv: default: that of the process, whose text is then UTF-8 in every locale
+    Returns: the options; the names of those that were given.
+    """
+    show_notes()
+    if argv is None:
+        argv = _utf8_arguments()
+    parser = _Parser(
+        prog=program,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # so that the options that were given are known
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    groups = {}  # of the help, by the options in them
+    for title, names in getattr(options, "GROUPS", {}).items():
+        groups |= dict.fromkeys(names, parser.add_argument_group(title))
+    for f in fields(options):
+        assert f.default is not MISSING, f.name
+        if f.metadata["flag"] and (not f.metadata["rare"] or f.metadata.get("also_flag")):
+            _add_argument(groups.get(f.name, parser), f)
+    if not any(f.name == "version" for f in fields(options)):
+        parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
+    _add_settings(parser, options)
+    values = vars(parser.parse_args([_with_underscores(word) for word in argv]))
+    with one_line_errors(program):
+        set_by_name = read_settings(options, values.pop("set", []))
+        given = by_names(options, values | set_by_name)
+        made = options(**given)
+        for f in fields(options):
+            if f.name in given and f.type in ("int", "float"):
+                _check_range(f, given[f.name], given=True)
+    return made, set(given)
+
+
+def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
+    """Return the values of `--set name=value`, by the names of options.
+
+    A value that is no number or truth value, where one is needed, stays a text for the checks.
+
+    Raises: ValueError for a text without a value, and for a name that is not there.
+    """
+    known = {f.name: f for f in fields(options) if f.metadata["flag"]}
+    known |= {f.metadata["alias"]: f for f in known.values() if f.metadata["alias"]}
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
+        require(equals != "", f"--set takes name=value, as seed=1; it is {text!r}")
+        if name not in known:
+            rare = ", ".join(sorted(name for name, f in known.items() if f.metadata["rare"]))
+            hint = did_you_mean(name, known) or f"; it takes any flag and {rare}"
+            raise ValueError(f"--set: there is no option {name}{hint}")
+        values[name] = _value_of(known[name], value)
+    return values
+
+
+def _value_of(f: Field, text: str) -> Any:
+    if f.type in SWITCHES:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if f.type in ("int", "float"):
+        with suppress(ValueError):
+            return int(text) if f.type == "int" else float(text)
+    return text
+
+
+def _with_underscores(word: str) -> str:
+    """Return a flag with underscores for hyphens; other words as they are."""
+    flag, equals, value = word.partition("=")
+    if re.fullmatch(r"--\w[\w-]*", flag) is None:
+        return word
+    return f"--{flag[2:].replace('-', '_')}{equals}{value}"
+
+
+def _utf8_arguments() -> list[str]:
+    """Return the process's arguments, decoded as UTF-8. Its streams become UTF-8 too.
+
+    Bytes that are no UTF-8 go through, in arguments and in standard input alike.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        encoding = getattr(stream, "encoding", None)  # None: of no stream, or of text in memory
+        if encoding and encoding.lower() != "utf-8":
+            stream.reconfigure(encoding="utf-8")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        with suppress(io.UnsupportedOperation):  # something was read already
+            sys.stdin.reconfigure(errors="surrogateescape")
+    return [os.fsencode(text).decode("utf-8", "surrogateescape") for text in sys.argv[1:]]
+
+
+def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
+    default = ""
+    if f.default not in ("", None, False, ()):
+        default = f" (default: {f.default})"
+    help = (f.metadata["help"] + default).replace("%", "%%")
+    arguments: dict[str, Any] = {"help": argparse.SUPPRESS if f.metadata["rare"] else help}
+    if f.type in SWITCHES:
+        arguments["action"] = "store_true"
+    else:
+        arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)
+        arguments["choices"] = f.metadata["choices"]
+    if "parts" in f.metadata:  # which checks the text
+        arguments |= {"choices": None, "metavar": "|".join(f.metadata["choices"])}
+    if f.type == SEVERAL:
+        arguments |= {"action": "append", "metavar": "TEXT"}
+    if f.metadata.get("optional"):
+        arguments |= {"nargs": "?", "const": "", "metavar": "NAME"}
+    names = [f"--{f.name}"]
+    if f.metadata["alias"]:
+        names.append(f"--{f.metadata['alias']}")
+    if f.metadata["short"]:
+        names.append(f"-{f.metadata['short']}")
+    if len(names) > 1:
+        arguments |= {"dest": f.name, "action": _OneName}
+    if f.metadata.get("positional"):
+        names = [f.name]
+        arguments["nargs"] = "?"  # a positional argument may be left out, as every option
+    parser.add_argument(*names, **arguments)
+    if f.metadata.get("bare"):  # it may stand without its flag, too
+        parser.add_argument(f.name, nargs="?", help=argparse.SUPPRESS)
+
+
+def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
+    """Add `--set`, where there are rare options, and the flags that such options once had."""
+    rare = {f.name: f for f in fields(options) if f.metadata["rare"] and f.metadata["flag"]}
+    if not rare:
+        return
+    help = (
+        "an option without a flag, as dtype=float32; benchmarks/README.md lists them; it may be "
+        "given several times"
+    )
+    group = parser.add_argument_group("for measurements")
+    group.add_argument("--set", action="append", metavar="NAME=VALUE", help=help)
+    for name in OLD.keys() & rare.keys():
+        f = rare[name]
+        names = [f"--{name}", f"-{f.metadata['short']}"] if f.metadata["short"] else [f"--{name}"]
+        arguments: dict[str, Any] = {"action": _OldFlag, "dest": "set", "const": OLD[name]}
+        if f.type == "bool":
+            arguments["nargs"] = 0
+        parser.add_argument(*names, help=argparse.SUPPRESS, **arguments)
+
+
+def _drop_output() -> None:
+    """Let standard output lead nowhere, so that the rest of its buffer cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _PrintNotes(logging.Handler):
+    """Prints notes to what is standard error at that moment, in the order of other lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"note: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+def show_notes() -> None:
+    """Let notes appear on standard error, as a command does; the logger's level still holds."""
+    if not any(isinstance(handler, _PrintNotes) for handler in NOTES.handlers):
+        NOTES.addHandler(_PrintNotes())
+        NOTES.propagate = False
+
+
+@contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Report a user's mistake inside as one line and exit status 2.
+
+    Ctrl-C, a closed pipe and a full standard output end the program without a traceback.
+    """
+    try:
+        yield
+        sys.stdout.flush()  # at the end of the process a failure would be a traceback
+    except ValueError as error:
+        fail(program, str(error))
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        _drop_output()
+        sys.exit(141)
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _drop_output()
+            fail(program, f"cannot write standard output: {error.strerror}; name a file or a pipe")
+        if error.filename is None:
+            raise
+        fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which this module does not import
+            raise
+        # the bytes wanted, the device's, the free ones
+        facts = ". ".join(str(error).split(". ")[:3])
+        remedy = "lower --batch_size, --context or NODES of --tree, or use --quant int4"
+        fail(program, f"{facts}; {remedy}")
+    except ModuleNotFoundError as error:
+        package = str(error.name).removeprefix(PREFIX).partition(".")[0]
+        if package in PACKAGES:
+            fail(program, f"{package} is not installed; run: pip install -r requirements.txt")
+        if package != "drafts":
+            raise
+        fail(
+            program,
+            f"{error.name} is not here; restore the folder drafts/, "
+            "or use --draft none or --tree dynamic",
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports it

@@ -1,0 +1,114 @@
+"""The first part of a start: the command, the tokenizer and the chat template, without torch.
+
+`import torch` takes seconds. `read_command` reads the command line and the prompts before it, so
+that --help and mistakes are answered at once. `with_text` reads a checkpoint's tokenizer and chat
+template, whose mistakes are answered before it too.
+Not here: the import (generate.py), the weights (run/load.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from files.gguf_header import read_header
+from files.head_kinds import check_mtp, head_kind
+from files.io import is_gguf, read_json
+from run.methods import MTP
+from run.options import GenerateConfig
+from run.parsing import one_line_errors, parse_given, require
+from run.prompts import Conversation, read_grammar, read_prompts
+
+if TYPE_CHECKING:  # its imports take time that --help has not
+    from files.chat import TextFiles
+    from run.terminal import TypedAhead
+
+
+class Command(NamedTuple):
+    """Options, the prompts that they name, and the text side of the checkpoint, once it is read."""
+
+    config: GenerateConfig
+    prompts: list[Conversation]
+    text: TextFiles | None = None
+    to_end: bool = False  # no length was asked for: a chat's answers go on to their end
+    keys: TypedAhead | None = None  # of --interactive
+
+
+def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
+    """Read the command line and the prompts. Exit with status 2 on a mistake."""
+    about = "Generate text, exactly, with draft trees."
+    config, given = parse_given(GenerateConfig, "generate.py", about, argv)
+    with one_line_errors("generate.py"):
+        check(config)
+        # not in Python, where a seed may wait for a call with a temperature
+        has_effect = config.temperature > 0 or "seed" not in given
+        require(has_effect, "--seed has no effect at temperature 0; set --temperature")
+        read_grammar(config)
+        prompts = [] if config.interactive else read_prompts(config)
+    if config.interactive and "seed" not in given:  # a temperature may come in the chat
+        config = replace(config, seed=random.getrandbits(31))
+    to_end = not config.prompt_file and "max_new_tokens" not in given
+    keys = None
+    if config.interactive:
+        from run.terminal import TypedAhead
+
+        keys = TypedAhead()
+        keys.hold()
+    return Command(config, prompts, to_end=to_end, keys=keys)
+
+
+def with_text(command: Command) -> Command:
+    """Read the text side of the checkpoint. Exit with status 2 on a mistake."""
+    config = command.config
+    with one_line_errors("generate.py"):
+        from files.chat import read_text_files
+
+        config = with_checked_files(config)
+        text = read_text_files(Path(config.checkpoint), config)
+        if importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError(name="torch")
+        return Command(config, command.prompts, text, command.to_end, command.keys)
+
+
+def with_checked_files(config: GenerateConfig) -> GenerateConfig:
+    """Return options that name files where they name models, as far as headers tell that they fit.
+
+    Raises: ValueError, also for a missing or broken header.
+    """
+    from files.fetch import with_files
+    from models.registry import check_architecture
+
+    config = with_files(config)
+    path = Path(config.checkpoint)
+    check_architecture(path)
+    check_head_width(path, config)
+    if config.draft == MTP and not config.head:
+        check_mtp(path)
+    return config
+
+
+def check_head_width(target: Path, config: GenerateConfig) -> None:
+    """Check that an EAGLE head in a directory is of the target's width, where both say theirs.
+
+    Raises: ValueError for another width, and for a broken header.
+    """
+    head = Path(config.head)
+    in_directory = config.head and not is_gguf(head)
+    if not in_directory or config.draft not in ("", "eagle", "eagle+ngram"):
+        return
+    if head_kind(head) != "eagle":
+        return
+    of_head = read_json(head / "config.json")
+    name = "target_hidden_size" if of_head.get("target_hidden_size") else "hidden_size"
+    own = of_head.get(name)
+    if is_gguf(target):
+        keys = read_header(target).metadata
+        width = keys.get(f"{keys.get('general.architecture')}.embedding_length")
+    else:
+        width = read_json(target / "config.json").get("hidden_size")
+    fault = f"{head}: {name} is {own}, the target's is {width}; use the head made for this target"
+    require(own == width or type(own) is not int or type(width) is not int, fault)

@@ -1,0 +1,385 @@
+"""Measurements of a run: acceptance, tokens, seconds and memory.
+
+`summary` makes the `stats` of `--json`, `stats_line` the last line of a run, `trace_row` a line of
+`trace`. `free_bytes` and `check_memory` compare a plan with the memory that is free.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from run.methods import DRAFTERS
+
+CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
+LEAST_VERIFY = 0.95  # vanilla passes; a pass over more rows costs no less, but for noise
+LEAST_TOKENS = 50  # that an estimate of the speedup needs
+
+
+@dataclass
+class Stats:
+    """Sums and lists over every sequence and cycle."""
+
+    # per cycle and live sequence, bonus not counted
+    accept_lengths: list[int] = field(default_factory=list)
+    # per cycle, the sequences that these lengths belong to
+    live_sequences: list[list[int]] = field(default_factory=list)
+    tokens: int = 0  # decoded after prefill
+    first_tokens: int = 0  # decided by prefill, one per answer
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0  # drafting and extending
+    verify_s: float = 0.0
+    # per cycle, the preset that ran and its seconds
+    presets: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, other: Stats) -> None:
+        """Add the measurements of another session."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the measured part of `--json`'s `stats`.
+
+        tokens: of the answers; the first of each is left out of all rates
+        tau: tokens per cycle and sequence, without those cut at the end
+        """
+        cycles = len(self.accept_lengths)
+        return {
+            "tokens": self.tokens + self.first_tokens,
+            "tau": self.tokens / cycles if cycles else 0.0,
+            "accept_lengths": self.accept_lengths,
+            "cycles": cycles,
+            "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
+            "decode_s": self.decode_s,
+            "prefill_s": self.prefill_s,
+            "draft_s": self.draft_s,
+            "verify_s": self.verify_s,
+        }
+
+
+def share_of_equal(expected: Any, result: Any) -> float:
+    """Return the share of turns whose tokens are equal in two results (`generate.Result`).
+
+    A turn that only one of them has is not equal: where tokens differ, a later turn may not fit.
+    """
+    vanilla = dict(zip(expected.index, expected.tokens, strict=True))
+    drafted = dict(zip(result.index, result.tokens, strict=True))
+    turns = vanilla.keys() | drafted.keys()
+    return sum(vanilla.get(turn) == drafted.get(turn) for turn in turns) / len(turns)
+
+
+# ---------------------------------------------------------------------- reports
+
+
+def summary(engine: Any, stats: Stats) -> dict[str, Any]:
+    """Return the `stats` object of `--json`. engine: `decode.Engine`."""
+    report: dict[str, Any] = {}
+    stand_in = engine.target.config.stand_in
+    if stand_in:
+        report["stand_in"] = stand_in  # a stand-in's numbers never go without its name
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
+    if ranks > 1:
+        report["ranks"] = ranks
+    table = engine.policy.table(stats.presets)
+    if table:
+        report["tree_auto"] = table
+    report |= stats.summary()
+    report["drafted_by"] = _sources(engine, stats)
+    report["estimate"] = _estimate(report, len(stats.presets))
+    report["compile_s"] = engine.compile_s
+    report["load_s"] = engine.load_s
+    report["peak_memory_bytes"] = peak_memory_bytes(engine.device.type)
+    return report
+
+
+def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "", doubt: str = "") -> str:
+    """Return the last lines of a run: the rate, and with `--compare` the speedup explained.
+
+    verbose: also seconds, memory and trees; cut: tells of answers that were cut, "" for none
+    doubt: stands behind a speedup that is an estimate
+    """
+    tokens = stats["tokens"]
+    line = f"{tokens} token{'' if tokens == 1 else 's'}"
+    if stats["tokens_per_s"]:  # else prefill decided them, or nothing did
+        line += f", {stats['tokens_per_s']:.1f} tokens/s"
+        has_estimate = stats["drafted_by"] and stats["estimate"] and tokens >= LEAST_TOKENS
+        if has_estimate and "speedup" not in stats:
+            line += f", about {stats['estimate']:.1f}x of vanilla{doubt}"
+        line += f"; tau {stats['tau']:.2f}{_drafted_by(stats)}"
+    if cut:
+        line += f" [{cut}]"
+    if "speedup" in stats:
+        vanilla = f"{stats['vanilla_tokens_per_s']:.1f} tokens/s"
+        line += f"; {stats['speedup']:.2f}x of vanilla ({vanilla})"
+        if stats["identical"] is not None:
+            line += f", {100 * stats['identical']:.0f} % of sequences identical"
+    lines = [line]
+    if verbose:
+        lines.append(_details(stats))
+    if stats.get("speedup"):
+        lines.append(explain(stats, 1 / stats["vanilla_tokens_per_s"]))
+    name = ""
+    if "stand_in" in stats:
+        name = f"stand-in, {stats['stand_in']}: "
+    return "\n".join(name + line for line in lines)
+
+
+def _drafted_by(stats: dict[str, Any]) -> str:
+    """Name the sources of drafts. Lookups beside a head are a choice of --tree auto."""
+    sources = stats["drafted_by"]
+    if not sources:
+        return ", no drafts"
+    chosen = " (--tree auto)" if len(sources) > 1 else ""
+    return f", drafts by {' and '.join(sources)}{chosen}"
+
+
+def _details(stats: dict[str, Any]) -> str:
+    """Return the line of `verbose`."""
+    compiled = ""
+    if stats["compile_s"]:  # on CUDA
+        compiled = f"compile {stats['compile_s']:.1f} s, "
+    line = (
+        f"decode {stats['decode_s']:.2f} s, tau {stats['tau']:.2f} ({stats['cycles']} cycles), "
+        f"prefill {stats['prefill_s']:.2f} s, {compiled}load {stats['load_s']:.1f} s, "
+        f"peak memory {stats['peak_memory_bytes'] / 1e9:.2f} GB"
+    )
+    if "ranks" in stats:
+        line += f" on rank 0 of {stats['ranks']}"
+    if "tree_auto" in stats:
+        line += f"; tree auto: {_most_used(stats['tree_auto'])}"
+    return line
+
+
+def _sources(engine: Any, stats: Stats) -> list[str]:
+    """Return the names of what drafted, the most used first."""
+    rows = engine.policy.table(stats.presets)
+    own = DRAFTERS[engine.option("draft") or "eagle"].source
+    counts: dict[str, int] = {}
+    for preset, _ in stats.presets:
+        if engine.presets[preset].size > 1:
+            source = rows[preset]["source"] if rows else own
+            counts[source] = counts.get(source, 0) + 1
+    return sorted(counts, key=counts.__getitem__, reverse=True)
+
+
+def _estimate(stats: dict[str, Any], passes: int) -> float | None:
+    """Return the rate over the one without drafting, as --tree auto estimates it.
+
+    passes: of all sequences together. Returns: None where there is no estimate
+    """
+    table = stats.get("tree_auto")
+    if not table or not passes or not table[0]["predicted_ms"]:
+        return None
+    sequences = stats["cycles"] / passes  # that a pass decodes
+    return stats["tokens_per_s"] * table[0]["predicted_ms"] / 1e3 / sequences
+
+
+def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1.0) -> str:
+    """Return the line that explains a speedup: tau over the cost of a cycle, and its bound.
+
+    drafted: totals of a run, `tokens_per_s`, `cycles`, `decode_s`, `draft_s` and `verify_s`
+    vanilla_s: seconds of a pass without a draft; vanilla_tokens: those that it emits
+    tau: tokens of a drafted cycle over those of a vanilla pass, without tokens cut at the end
+    """
+    one = vanilla_s * drafted["cycles"]
+    tau = drafted["tokens_per_s"] * drafted["decode_s"] / drafted["cycles"] / vanilla_tokens
+    verify = drafted["verify_s"] / one
+    draft = drafted["draft_s"] / one
+    cycle = drafted["decode_s"] / one
+    host = cycle - verify - draft
+    rest = f" + host {host:.3f}" if host >= 0.0005 else ""
+    bound = _bound(verify, draft, host)
+    if verify + host < LEAST_VERIFY:
+        bound = "noisy: the machine's speed changed between the two runs"
+    elif drafted.get("drafted_by") == []:  # rows of benchmarks have no such key
+        bound = "nothing was drafted"
+    # three digits, so that the printed parts make up the printed speedup
+    return (
+        f"{tau / cycle:.2f} = tau {tau:.3f} / (verify {verify:.3f} + draft {draft:.3f}{rest} of a "
+        f"vanilla pass); {bound}"
+    )
+
+
+def _bound(verify: float, draft: float, host: float) -> str:
+    """Describe the bound of a speedup. verify, draft, host: cost of each, in vanilla passes"""
+    if verify + draft + host <= CHEAP_CYCLE:
+        return "bound by acceptance: a cycle costs hardly more than a vanilla pass"
+    bounds = {
+        "arithmetic: the rows of the tree cost more than the weights that they share": verify - 1,
+        "memory: drafting reads the head's weights, or texts, at every level": draft,
+        "the host: the time between the steps": host,
+    }
+    return f"bound by {max(bounds, key=bounds.__getitem__)}"
+
+
+def _most_used(table: list[dict[str, Any]]) -> str:
+    """Describe the preset that ran in most cycles. table: `tree_auto` of `summary`."""
+    most = max(table, key=lambda preset: preset["cycles"])
+    cycles = sum(preset["cycles"] for preset in table)
+    times = "unused"
+    if most["cycles"]:
+        times = f"{most['measured_ms']:.1f} ms each, {most['predicted_ms']:.1f} predicted"
+    name = most["tree"]
+    if name == "none":
+        name = "no draft"
+    return f"{name} in {most['cycles']} of {cycles} cycles ({times})"
+
+
+def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
+    """Return one line of `trace`.
+
+    tree_trace: of the cycle's sequences, the tree's tokens, parents and depths, the accepted path,
+    and the nodes' values if there are any (a padded node's is null)
+    result: `observer.CycleResult`
+    """
+    row = seq - result.rows.start
+    tokens, parents, depths, path, *values = (column[row] for column in tree_trace)
+    length = result.length[seq]
+    line = {
+        "row": seq,
+        "pos": result.pos[seq],
+        "root": tokens[0],
+        "draft_tokens": tokens[1:],
+        "parents": parents[1:],
+        "depths": depths[1:],
+        "accept_length": length,
+        "path": path[1 : length + 1],
+        "emitted": result.emitted[seq][: length + 1],
+    }
+    if values:
+        drafted = values[0][1:]
+        line["values"] = [value if value > float("-inf") else None for value in drafted]
+    return line
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return the versions and the machine that a measurement depends on."""
+    import torch
+
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name()
+    else:
+        name = platform.processor() or platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Return the peak device memory on CUDA, elsewhere the process's peak resident memory."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds; 0 where there is no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def free_bytes(device: str) -> int:
+    """Return the memory that this process can still take.
+
+    It is a CUDA device's memory; elsewhere this machine's, or its container's limit. Ranks that
+    torchrun has started on one machine have equal parts of the free memory, and of the limit.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free = sys.maxsize
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with suppress(OSError, KeyError):
+        lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+        kb = {line[0]: int(line[1]) for line in lines}
+        free = 1024 * (kb["MemAvailable:"] + kb["SwapFree:"]) // ranks
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no container, or one without a limit
+            limit = int(Path("/sys/fs/cgroup", name).read_text()) // ranks
+            free = min(free, limit - resident_bytes())
+    return free
+
+
+def check_memory(plan: dict[str, int], device: str, remedy: str, count: int = 1) -> str:
+    """Check that memory is free before it is taken.
+
+    plan: name -> bytes per sequence; count: sequences
+    Returns: the memory that the sequences take, and the number that would fit, in words.
+    Raises: ValueError with the sum and its parts when it is not free.
+    """
+    each = sum(plan.values())
+    need = each * count
+    free = free_bytes(device)
+    fit = free // max(each, 1)
+    if need > free:
+        parts = " + ".join(f"{name} {size * count / 1e9:.1f} GB" for name, size in plan.items())
+        fits = ""
+        if count > 1:
+            fits = f", enough for {fit} of the {count} sequences"
+        raise ValueError(
+            f"{parts} = {need / 1e9:.1f} GB of memory are needed, "
+            f"{free / 1e9:.1f} GB are free, {(need - free) / 1e9:.1f} GB are missing{fits}; "
+            f"{remedy}"
+        )
+    return f"{count} sequences take {need / 1e9:.2f} GB of memory; {fit} would fit"
+
+
+def sequence_memory(engine: Any) -> str:
+    """Check that memory is free for the sequences of a session. engine: `decode.Engine`.
+
+    Returns: as `check_memory`. Raises: ValueError when it is not free.
+    """
+    target = engine.target
+    drafter = engine.drafter
+    weight = target.norm.weight
+    target_slot = slot_bytes(target.layers, engine.kv_dtype)
+    draft_slot = slot_bytes(drafter.layers or (), weight.dtype)
+    target_cache = engine.slots * target_slot
+    shapes = map(target.config.state_shape, range(target.config.n_layers))
+    # with the snapshots
+    target_cache += sum(2 * shape.bytes(engine.nodes) for shape in shapes if shape is not None)
+    draft_cache = engine.slots * draft_slot
+    # sets of scores over the vocabulary; sampling, which any call may ask for, adds the noise and
+    # the adjusted scores
+    scores = max(drafter.size, drafter.width) + drafter.size + drafter.depth + 1
+    plan = {
+        "the caches": target_cache + draft_cache,
+        "scores of a tree": 4 * target.config.vocab_size * scores,
+        "its candidates": 20 * drafter.width**2,
+    }
+    slot = target_slot + draft_slot
+    if engine.config.compare:
+        plan["those without a draft"] = target_cache
+        slot += target_slot
+    device = str(weight.device)
+    sequences = engine.config.batch_size
+    missing = sum(plan.values()) - free_bytes(device) // sequences  # bytes of each
+    fits = max(engine.context - -(-missing // max(slot, 1)), 0)
+    remedy = f"lower --batch_size, --context ({fits} tokens would fit) or CHILDREN of --tree"
+    return check_memory(plan, device, remedy, sequences)
+
+
+def slot_bytes(layers: Any, dtype: Any) -> int:
+    """Return the bytes of a slot's keys and values, over all layers. dtype: of the cache"""
+    return sum(layer.slot_bytes(dtype) for layer in layers)
