@@ -29,14 +29,13 @@ from torch import Tensor
 
 import sampling
 from backends.backends import choose, use_backend
-from backends.tree import Accepted
-from draft_tree import DecodedTokens, DraftTree
+from draft_tree import Accepted, DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
+from options import require
 from run.observer import REPORT, Observer
 from run.options import GenerateConfig, Sampling
-from run.parsing import require
 from run.tree_paths import DraftLimit
 from runtime import StepClock, compiled, copy_into, replace_fields
 from sampling import SamplingMode, SamplingTensors

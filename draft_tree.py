@@ -1,30 +1,35 @@
-"""Draft trees: the text that they continue, and the shapes that they grow in.
+"""Draft trees: their shapes, their records, and the text that they continue.
 
 A tree has N nodes, node 0 the root (the token decided last, not cached yet). Parents precede
 children. Ancestors and depths follow from `parents`, and the accepted path from these, by tensor
 operators of fixed shape: there is no list of leaves, and the host waits for nothing.
 
-A shape, `DynamicTree` or `StaticTree`, is plain data. `to` moves it to a device and gives it a
-plan, by which `TreeDrafter.propose` (drafters.py) grows a tree level by level.
+A shape, `DynamicTree` or `StaticTree`, is plain data. `drafters.planned` gives it a plan, by which
+`TreeDrafter.propose` (drafters.py) grows a tree level by level: a frontier is the nodes of a level
+that get children; a backend's `expand_frontier` scores these and picks the next frontier,
+`select_nodes` picks the nodes of the tree, and `accept` the path that the target agrees with
+(reference.py).
 
-Padding is where `valid` is False; no token id stands for it. All scores are fp32.
-Not here: scoring tokens (drafters.py), the functions of growth and acceptance
-(backends/backends.py), deciding tokens (sampling.py).
+Padding is where `valid` is False; no token id stands for it. All scores are fp32. No torch is
+imported, so that options are checked before it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from backends.library import tiles_in_use
-from backends.tree import DraftTree, Level
-from reference import ancestors
-from run.tree_paths import chain_paths, check_candidates
+MAX_NODES = 64  # ancestor bits of a node fit one int64
+
+
+# ---------------------------------------------------------------------- the text
 
 
 class DecodedTokens(NamedTuple):
@@ -60,16 +65,152 @@ class DrafterUpdate(NamedTuple):
         return self.tree.ran_index.gather(1, self.path)
 
 
-def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
-    """Derive ancestors and depths from parents.
+# ---------------------------------------------------------------------- growth, level by level
 
-    tokens, parents, valid: [B, N]; parents precede children
-    depth: a bound on the depth of any node
+
+class Level(NamedTuple):
+    """The plan of one level of a tree, which its shape makes once (draft_tree.py)."""
+
+    k: int  # children per node of the frontier
+    count: int  # R', the level's candidates that have children themselves; 0 on the last level
+    first_candidate: int = 0  # flat index of the level's first candidate
+    first_slot: int = 0  # scratch slot of the first node that has children; the others follow
+    slots: int = 0  # W, scratch slots of the whole tree
+    # [1, R'] int64, into the level's candidates; None: the best ones
+    fixed_children: Tensor | None = None
+
+    def for_cpp(self) -> tuple[Any, ...]:
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
+        return tuple(self)
+
+
+class Children(NamedTuple):
+    """The best children of R nodes, best first; [B, 1, k]: of all nodes of the level."""
+
+    tokens: Tensor  # [B, R, k] int64
+    scores: Tensor  # [B, R, k] fp32, log-probabilities
+    extra: Any = None  # of the drafter, for an acceptance rule of its own
+
+
+class Scores(NamedTuple):
+    """The scores of all children of R nodes; a child adds log softmax(c z) to its path's value.
+
+    With noise, logits are z / T, and z + T G takes z's place: the target will choose by it.
     """
-    return DraftTree(tokens, parents, *ancestors(parents, depth), valid)
+
+    logits: Tensor  # [B, R, V] fp32, z or z / T; or [B, 1, V], which all R nodes share
+    sharpness: float = 1.0  # c
+    ids: Tensor | None = None  # [V] int64, the token of each column; None: its number
+    noise: Tensor | None = None  # [B, D+1, all tokens] fp32 Gumbel noise, G
+    level: int = 0  # row of the noise
+    temperature: Tensor | None = None  # [B] fp32, T
+
+    def for_cpp(self) -> tuple[Any, ...]:
+        """Return the operands of `expand_frontier` in C++: all fields, in order."""
+        return tuple(self)
+
+    def with_noise(self) -> Tensor:
+        """Return z, or z + T G: [B, R, V]."""
+        if self.noise is None:
+            return self.logits
+        noise = self.noise[:, self.level, None]  # [B, 1, all tokens]
+        if self.ids is not None:
+            noise = noise.index_select(-1, self.ids)
+        return self.temperature[:, None, None] * (self.logits + noise)
+
+    def best(self, k: int, topk: Callable) -> Children:
+        """Return the k best children of every node. topk: of a backend"""
+        # [B, R, k] twice, [B, R, 1]
+        best, columns, total = topk(self.sharpness * self.with_noise(), k)
+        tokens = columns
+        if self.ids is not None:
+            tokens = self.ids[columns]
+        # no value may exceed its parent's, not even by the rounding of the logarithm
+        return Children(tokens, (best - total).clamp(max=0))
 
 
-# ------------------------------------------------------------------------------------------ shapes
+class Candidates(NamedTuple):
+    """All scored children of a level or of a tree: by level, then by parent, the best first."""
+
+    tokens: Tensor  # [B, P] int64
+    values: Tensor  # [B, P] fp32, sum of the scores along the path; -inf: no candidate
+    parents: Tensor  # [B, P] int64, flat index of the parent; -1 is the root
+
+
+class Frontier(NamedTuple):
+    """The nodes of a level that have children."""
+
+    index: Tensor  # [B, R] int64, flat indices among the candidates of all levels
+    tokens: Tensor  # [B, R] int64
+    parent: Tensor  # [B, R] int64, their parents' places in the frontier before
+    values: Tensor  # [B, R] fp32, sum of the scores along the path
+    seen: Tensor  # [B, R, W] bool, the scratch slots that each sees: its ancestors' and its own
+
+    def for_cpp(self) -> tuple[Tensor, ...]:
+        """Return the operands of `expand_frontier` in C++."""
+        return self.index, self.values, self.seen
+
+
+class DraftTree(NamedTuple):
+    """N nodes per sequence; node 0 is the root. Parents precede children."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64, node numbers; the root is its own parent
+    depths: Tensor  # [B, N] int64, root 0
+    mask: Tensor  # [B, N, N] bool, mask[i, j]: j is i or an ancestor of i
+    valid: Tensor  # [B, N] bool
+    values: Tensor | None = None  # [B, N] fp32, the draft's log-probability of each path; root 0
+    # [B, N] int64, each node's index among the root and the nodes that the drafter ran;
+    # 0: the root, or a node that did not run
+    ran_index: Tensor | None = None
+    allowed: Tensor | None = None  # [B, N, V] bool, tokens that may follow each node; None: all
+    extra: Any = None  # of the drafter, for an acceptance rule of its own
+
+    def for_cpp(self) -> tuple[Tensor, ...]:
+        """Return the operands of `accept` in C++."""
+        return self.tokens, self.parents, self.depths, self.valid
+
+
+class Accepted(NamedTuple):
+    """The accepted path, padded to the deepest one that the tree allows."""
+
+    path: Tensor  # [B, D+1] int64, accepted node of each depth, root first; 0 past length
+    length: Tensor  # [B] int64, accepted nodes without the root
+    emitted: Tensor  # [B, D+1] int64, length + 1 decided tokens (bonus last), then padding
+    # [B, D+1] int64, slot offset that each depth's key and value come from
+    moves: Tensor
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+def candidates(depth: int, topk: int) -> int:
+    """Count the candidates of a dynamic tree, K + (D - 1) K^2."""
+    return topk + (depth - 1) * topk**2
+
+
+def check_candidates(depth: int, topk: int, size: int) -> None:
+    """Check that a dynamic tree has enough candidates. Raises: ValueError."""
+    count = candidates(depth, topk)
+    if size - 1 > count:
+        raise ValueError(
+            f"a tree of {size} nodes needs {size - 1} candidates; "
+            f"depth {depth} and top-k {topk} give {count} (K + (D-1) K^2); "
+            "lower NODES of --tree or raise its CHILDREN"
+        )
+
+
+def chain_paths(depth: int) -> tuple[tuple[int, ...], ...]:
+    """Return the rank paths of a chain of `depth` drafted tokens."""
+    return tuple((0,) * d for d in range(1, depth + 1))
+
+
+# EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2.
+# Source: arXiv 2401.15077.
+MC_SIM_7B = (
+    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+)
+EAGLE1_PATHS = tuple(tuple(map(int, path)) for path in MC_SIM_7B.split())
 
 
 def plan_levels(
@@ -103,7 +244,7 @@ class DynamicTree:
     depth: int = 6  # D, drafted levels; the defaults are the papers'
     topk: int = 10  # K, children kept per node, and nodes expanded per level
     size: int = 60  # N, verified nodes, root included
-    plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)  # made by `to`
+    plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)  # by `planned`
 
     def __post_init__(self):
         check_candidates(self.depth, self.topk, self.size)
@@ -123,10 +264,6 @@ class DynamicTree:
         """The name in reports."""
         return f"dynamic {self.depth}/{self.topk}/{self.size}"
 
-    def to(self, device: torch.device) -> DynamicTree:
-        """Return the shape with its plan, which is the same on every device."""
-        return replace(self, plan=plan_levels([self.topk] * self.depth, self.widths))
-
     @property
     def nodes(self) -> int:
         """How many of the candidates, the best ones, become nodes; a `StaticTree` names them."""
@@ -142,7 +279,7 @@ class StaticTree:
     """
 
     paths: tuple[tuple[int, ...], ...]
-    # made by `to`: the plan, and the candidates that become nodes, [1, N-1] int64, ascending
+    # by `planned`: the plan, and the candidates that become nodes, [1, N-1] int64, ascending
     plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)
     nodes: Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -179,23 +316,7 @@ class StaticTree:
             return f"chain {self.depth}"
         return f"static {self.size}"
 
-    def to(self, device: torch.device) -> StaticTree:
-        """Return the shape with its plan, and with its tensors on a device."""
-        fixed_children = []
-        for level in self.inner[1:]:
-            fixed_children.append(
-                torch.tensor([[self._place(path) for path in level]], device=device)
-            )
-        nodes = []
-        first_candidate = 0  # of a level's candidates among those of all levels
-        for depth, level in enumerate(self.levels[1:]):
-            nodes += [first_candidate + self._place(path) for path in level]
-            first_candidate += len(self.inner[depth]) * self.ranks(depth)
-        children = [self.ranks(level) for level in range(self.depth)]
-        plan = plan_levels(children, self.widths, fixed_children)
-        return replace(self, plan=plan, nodes=torch.tensor([nodes], device=device))
-
-    def _place(self, path: tuple[int, ...]) -> int:
+    def place(self, path: tuple[int, ...]) -> int:
         """Return the index of a path's candidate among those of its level."""
         level = len(path) - 1
         return self.inner[level].index(path[:-1]) * self.ranks(level) + path[-1]
@@ -205,17 +326,64 @@ class StaticTree:
         return 1 + max(path[-1] for path in self.levels[level + 1])
 
 
-def usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int]:
-    """Return the top-k and the nodes that a dynamic tree has where no others are asked for.
+# ---------------------------------------------------------------------- shapes as options
 
-    quant, dtype: the options (run/options.py)
+# shapes of --tree, and how many of the numbers LEVELS,CHILDREN,NODES each may have behind it
+SHAPES = {"auto": 3, "dynamic": 3, "chain": 1, "static": 0}
+NUMBERS = ("tree_depth", "tree_topk", "tree_size")
+
+
+def parse_tree(text: str) -> dict[str, Any]:
+    """Return the options that a value of `--tree` stands for, by name.
+
+    A number that is left out has its default. A text that names no shape is the path of a file.
+
+    Raises: ValueError for another form.
     """
-    if not on_cuda:
-        if quant == "none" and dtype == "bfloat16" and tiles_in_use() != "none":
-            # 32 rows take 1.4 times as long as one, measured for a matmul of 4096x4096
-            return 8, 32
-        # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
-        return 4, 16
-    # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights, or GGUF blocks
-    size = 32 if quant in ("int4", "blocks") else 60
-    return 10, size
+    shape, colon, rest = text.partition(":")
+    numbers = rest.split(",") if colon else []
+    valid = not colon or any(numbers)
+    valid = valid and all(re.fullmatch(r"[0-9]{0,9}", number) for number in numbers)
+    if valid and len(numbers) <= SHAPES.get(shape, -1):
+        options = {name: int(number) for name, number in zip(NUMBERS, numbers) if number}
+        return {"tree": shape} | options
+    if text == "":
+        return {"tree": ""}
+    if shape not in SHAPES and Path(text).exists():
+        return {"tree_file": text}
+    raise ValueError(
+        "--tree takes auto, chain, dynamic, static, numbers behind the first three, as chain:3 or "
+        f"dynamic:6,8,32 (LEVELS,CHILDREN,NODES), or a JSON file; {text} is none of them"
+    )
+
+
+def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
+    """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--tree: {file} holds no JSON that can be read: {error}") from None
+    if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
+        raise ValueError(
+            f"--tree: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
+        )
+    paths = {tuple(path) for path in raw}
+    for path in sorted(paths):
+        if len(path) > 1 and path[:-1] not in paths:
+            raise ValueError(
+                f"--tree: {file} has the path {list(path)} "
+                f"without its parent {list(path[:-1])}; add it"
+            )
+    if len(paths) != len(raw):
+        raise ValueError(f"--tree: {file} lists a path twice")
+    if len(paths) + 1 > MAX_NODES:
+        raise ValueError(
+            f"--tree: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
+        )
+    return tuple(paths)
+
+
+def _is_path(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(rank) is int and rank >= 0 for rank in value)

@@ -17,18 +17,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 import sampling
 from backends.backends import TORCH, Backend, use_backend
-from backends.tree import Candidates, Children, Frontier, Scores
-from draft_tree import DecodedTokens, DrafterUpdate, DraftTree, DynamicTree, StaticTree
+from draft_tree import (
+    MAX_NODES,
+    Candidates,
+    Children,
+    DecodedTokens,
+    DrafterUpdate,
+    DraftTree,
+    DynamicTree,
+    Frontier,
+    Scores,
+    StaticTree,
+    plan_levels,
+)
 from kv_cache import KVCache, Window
 from model import Transformer
+from reference import joined
 from run.observer import Observer
-from run.tree_paths import MAX_NODES
 from sampling import SamplingTensors
 
 
@@ -142,6 +155,24 @@ class DraftVocab(NamedTuple):
         return q.new_zeros(*q.shape[:-1], self.size).index_copy(-1, self.ids, q)
 
 
+def planned(tree: DynamicTree | StaticTree, device: torch.device | str) -> DynamicTree | StaticTree:
+    """Return a shape with its plan, and with its tensors on a device."""
+    if isinstance(tree, DynamicTree):
+        return replace(tree, plan=plan_levels([tree.topk] * tree.depth, tree.widths))
+    fixed_children = []
+    for level in tree.inner[1:]:
+        places = [tree.place(path) for path in level]
+        fixed_children.append(torch.tensor([places], device=device))
+    nodes = []
+    first_candidate = 0  # of a level's candidates among those of all levels
+    for depth, level in enumerate(tree.levels[1:]):
+        nodes += [first_candidate + tree.place(path) for path in level]
+        first_candidate += len(tree.inner[depth]) * tree.ranks(depth)
+    children = [tree.ranks(level) for level in range(tree.depth)]
+    plan = plan_levels(children, tree.widths, fixed_children)
+    return replace(tree, plan=plan, nodes=torch.tensor([nodes], device=device))
+
+
 class TreeDrafter(Drafter):
     """Grows static or dynamic trees.
 
@@ -179,7 +210,7 @@ class TreeDrafter(Drafter):
         self.sampler: Any = None  # draws the children itself (drafts/residual.py)
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
-        self._set_tree(tree.to(self.device))
+        self._set_tree(planned(tree, self.device))
         if tree.width > self.vocab.drafted:
             raise ValueError(
                 f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens; "
@@ -201,7 +232,7 @@ class TreeDrafter(Drafter):
     def with_tree(self, tree: DynamicTree | StaticTree) -> TreeDrafter:
         """Make a preset with another, smaller tree."""
         other = copy(self)
-        other._set_tree(tree.to(self.device))
+        other._set_tree(planned(tree, self.device))
         return other
 
     @property
@@ -286,7 +317,7 @@ class TreeDrafter(Drafter):
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
-            levels = [self.graft.add(Candidates.join(levels), inputs.text, self.backend)]
+            levels = [self.graft.add(joined(levels), inputs.text, self.backend)]
         tree = self.backend.select_nodes(levels, expanded, self.tree.nodes, self.depth, inputs.text)
         if self.sampler is not None:
             tree = self.sampler.attach(tree, scored, expanded)

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from backends.backends import TORCH, Backend, use_backend
 from backends.cpp.layers import FusedHead, fits, steps_of_head
 from backends.fusions import FusedLayers
-from backends.tree import Frontier
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from files.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
 from files.heads import (

@@ -36,10 +36,10 @@ from files.io import (
     check_out,
     folder_lock,
     is_gguf,
-    log_note,
     read_json,
     show_progress,
 )
+from options import log_note
 from run.options import FORMAT_NAMES, pick_device
 from run.parsing import one_line_errors, option, parse
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from backends import kv_codes
 from backends import weight as weights
-from backends.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
 from backends.weight import LAYOUTS, Weight
+from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
 
 # ------------------------------------------------------------------------------------------- noise
 
@@ -343,6 +343,11 @@ def ancestors(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return reach.sum(-1) - 1, reach  # the root counts itself once
 
 
+def joined(levels: Sequence[Candidates]) -> Candidates:
+    """Concatenate the candidates of several levels."""
+    return Candidates(*(torch.cat(parts, 1) for parts in zip(*levels)))
+
+
 def select_nodes(
     levels: Sequence[Candidates],
     expanded: Sequence[Tensor],
@@ -358,7 +363,7 @@ def select_nodes(
     text: tokens [B, S+1], and the index of the root in them, [B]
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
     """
-    every = Candidates.join(levels)
+    every = joined(levels)
     if isinstance(nodes, int):
         chosen = best_nodes(every.values, nodes)
     else:
@@ -385,6 +390,15 @@ def tree_of(
     ran_index = torch.zeros_like(number).scatter(1, frontiers + 1, order)  # [B, P+1]
     ran_index = torch.cat((ran_index[:, :1], ran_index.gather(1, chosen + 1)), 1)
     return DraftTree(tokens, *related, values > float("-inf"), values, ran_index)
+
+
+def build_tree(tokens: Tensor, parents: Tensor, valid: Tensor, depth: int) -> DraftTree:
+    """Derive ancestors and depths from parents.
+
+    tokens, parents, valid: [B, N]; parents precede children
+    depth: a bound on the depth of any node
+    """
+    return DraftTree(tokens, parents, *ancestors(parents, depth), valid)
 
 
 def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from backends import switches
 from backends.library import has_cpu_operators, has_triton, is_plain
-from files.io import log_note
+from options import log_note
 
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import reference as torch_backend
+import reference
 from backends.backends import TORCH, Backend
 from reference import MASK32
 from run.options import Sampling
@@ -175,7 +175,7 @@ def uniforms(key: SamplingTensors, draws: Tensor, count: int, domain: int = CHOI
     draws: [B, R] int64, the draw that each row of noise belongs to
     count: numbers per draw
     """
-    return torch_backend.uniforms(key.seed, key.prompt, key.sample, draws, count, domain)
+    return reference.uniforms(key.seed, key.prompt, key.sample, draws, count, domain)
 
 
 def gumbel(

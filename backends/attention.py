@@ -8,7 +8,7 @@ The used length changes every cycle; it stays data and never becomes a shape of 
    token's result does not depend on the tree either (cuda/attention.py). Without Triton the whole
    capacity is masked.
 
-What it computes is `attention` in torch_backend.py.
+What it computes is `attention` in reference.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A backend: the functions of decoding as one device runs them, chosen once, while loading.
 
-Three modules have the same functions: torch_backend.py in plain PyTorch, which says what each of
+Three modules have the same functions: reference.py in plain PyTorch, which says what each of
 them computes and serves every device; cpu/backend.py in C++; cuda/backend.py in Triton. `choose`
 takes each function from the device's module where that has it, else from PyTorch's. Attention and
 experts, which PyTorch has in a fast form, too, are plain only where that is asked for. The result
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import reference as torch_backend
 from backends.attention import attention
 from backends.experts import experts_linear
 from backends.library import PLAIN, has_cpu_operators, has_triton, refuse_gradients
@@ -44,7 +43,7 @@ ON_CPU = OTHERWISE | {"experts_linear": experts_linear}  # which reads the routi
 
 @dataclass(frozen=True)
 class Backend:
-    """The functions, as torch_backend.py defines them."""
+    """The functions, as reference.py defines them."""
 
     # scores
     soft_cap: Callable = of("topk")
@@ -111,7 +110,7 @@ def choose(
     otherwise = ON_CPU if device.type == "cpu" else OTHERWISE
     functions = {}
     for f in fields(Backend):
-        function = getattr(torch_backend, f.name, None)
+        function = getattr(reference, f.name, None)
         if replaced.isdisjoint(f.metadata["families"]):
             function = otherwise.get(f.name, function)
             if device.type != "cpu" or dtype in (f.metadata["cpp"] or (dtype,)):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import reference as torch_backend
+import reference
 from backends.library import cuda_products, lib
 from backends.triton import int4
 from reference import PART, HeadNorms
@@ -74,7 +74,7 @@ def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
     if isinstance(delta, LazyMatmul):
         total, *_ = torch.ops.gpt_eagle.add_product(*delta.operands(), x, None, 0.0)
         return total
-    return x if delta is None else torch_backend.add(x, delta)
+    return x if delta is None else reference.add(x, delta)
 
 
 def add_norm(
@@ -109,7 +109,7 @@ def add_norm_reference(
 
 def swiglu_reference(y: Tensor, x: UnnormalizedRows) -> Tensor:
     """Compute the backend's `swiglu` plainly from the product of x.values in fp32, y: [..., N]."""
-    return torch_backend.swiglu(y / x.rms()).to(x.values.dtype)
+    return reference.swiglu(y / x.rms()).to(x.values.dtype)
 
 
 def rotary_cache_reference(
@@ -123,7 +123,7 @@ def rotary_cache_reference(
 ) -> Tensor:
     """Compute the backend's `rotary_cache` plainly from the product of x.values, y: [B, T, N]."""
     qkv = (y / x.rms()).to(k.dtype).unflatten(-1, (-1, k.shape[3]))
-    return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
+    return reference.rotary_cache(qkv, rope, k, v, slots, norms)
 
 
 # -------------------------------------------------------------------------------------------- CUDA

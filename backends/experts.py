@@ -5,7 +5,7 @@ each, never become a shape. On a CPU rows are grouped by expert, which is as goo
 for a tree or a prompt: every weight that is needed is read once where it lies, and idle experts
 cost nothing. Here that is PyTorch's; in bf16 cpu/matmul.cpp does the same. On CUDA, where the host
 must not read the routing, a kernel lists the rows of every expert, once for both products of a
-layer, and cuda/experts.py works through the lists. The plain version is in torch_backend.py.
+layer, and cuda/experts.py works through the lists. The plain version is in reference.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
 Functions of a cycle and of a layer are chosen once, while loading (backends.py): C++ in `cpu/` for
-CPUs, Triton in `cuda/` for CUDA, plain PyTorch in torch_backend.py. Elsewhere are whole passes of a
+CPUs, Triton in `cuda/` for CUDA, plain PyTorch in reference.py. Elsewhere are whole passes of a
 model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
 All are registered with `torch.library`, so that a step that uses them compiles with
 `fullgraph=True`.
@@ -20,7 +20,7 @@ import torch
 
 from backends import switches
 from backends.switches import FAMILIES
-from files.io import log_note
+from options import log_note
 
 lib = torch.library.Library("gpt_eagle", "DEF")
 
@@ -152,3 +152,19 @@ def single_torch_thread(whether: bool = True) -> Iterator[None]:
     finally:
         torch.set_num_threads(count)
         torch.ops.gpt_eagle.own_threads(0)
+
+
+def usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int]:
+    """Return the top-k and the nodes that a dynamic tree has where no others are asked for.
+
+    quant, dtype: the options (run/options.py)
+    """
+    if not on_cuda:
+        if quant == "none" and dtype == "bfloat16" and tiles_in_use() != "none":
+            # 32 rows take 1.4 times as long as one, measured for a matmul of 4096x4096
+            return 8, 32
+        # matmuls are bound by arithmetic at 16 rows in every format (benchmarks/RESULTS.md)
+        return 4, 16
+    # an estimate: from 33 rows on, unpacking takes longer than reading int4 weights, or GGUF blocks
+    size = 32 if quant in ("int4", "blocks") else 60
+    return 10, size

@@ -1,6 +1,6 @@
 """Tell whether files were edited of which our operators replace parts, where an edit does nothing.
 
-C++ and Triton run in place of the functions of torch_backend.py, and whole passes in place of
+C++ and Triton run in place of the functions of reference.py, and whole passes in place of
 model.py, steps.py and a head's layers in eagle_draft.py. A fingerprint of each file is below;
 tests/core/test_plain.py holds them, and prints the new ones. They leave out what changes no result:
 docstrings, comments, spaces and imports.
@@ -12,7 +12,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from files.io import log_note
+from options import log_note
 
 ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = "reference.py"

@@ -39,8 +39,8 @@ from linear import Linear
 from model import Transformer, run_layers, windows_of
 from models.gemma4 import Gemma4, read_config
 from models.keys import WIDTH
+from options import require
 from run.options import GenerateConfig
-from run.parsing import require
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype
 

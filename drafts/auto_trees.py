@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import DynamicTree, StaticTree, candidates
 from drafters import Drafter, DraftMethod, TreeDrafter
 from drafts.autosize import AutoTrees, TreeShape
 from drafts.deferred import LazyDrafter, RestingDrafter
@@ -15,7 +15,6 @@ from drafts.kept_texts import texts_for
 from drafts.ngram_draft import Ngram, NgramDrafter
 from model import Transformer
 from run.options import GenerateConfig
-from run.tree_paths import candidates
 
 # presets between no tree and the largest; CUDA pads to 16, 32 or 64 nodes and takes all but the
 # first, a CPU does not pad

@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.backends import TORCH, use_backend
-from backends.tree import Children, Frontier, Scores
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
 from eagle_draft import is_same_embedding

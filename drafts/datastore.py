@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 
 from files.untrusted import read_untrusted
-from run.parsing import require
+from options import require
 
 LONGEST = 16  # tokens of a match
 LENGTH = 10  # tokens of a continuation

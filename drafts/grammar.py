@@ -24,9 +24,9 @@ from torch import Tensor
 
 from decode import Engine, Guide
 from drafts.guided_draft import Guided, masks
-from files.io import LocalError, log_note, one_line
+from files.io import LocalError
 from files.tokenizer import Tokenizer
-from run.parsing import require
+from options import log_note, one_line, require
 
 MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile
 # of strings in a schema, those that the library enforces

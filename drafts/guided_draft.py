@@ -24,10 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.tree import Frontier
-from draft_tree import DraftTree, build_tree
+from draft_tree import MAX_NODES, DraftTree, Frontier
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
-from run.tree_paths import MAX_NODES
+from reference import build_tree
 from runtime import replace_fields
 
 # of drafts.grammar.GrammarState; None: any token may follow, or no node does

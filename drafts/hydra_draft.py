@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.backends import TORCH, Backend, use_backend
-from backends.tree import Frontier
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from drafts.level_draft import head_options, last_of, score_with, tree_of
 from drafts.medusa_draft import FeatureState, empty_feature

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from files.io import folder_lock, log_note, parse_json, read_named, replace_file
+from files.io import folder_lock, parse_json, read_named, replace_file
 from model import Transformer
+from options import log_note, require
 from run.methods import spec_of
 from run.option_rules import STORE
 from run.options import GenerateConfig
-from run.parsing import require
 
 CAPACITY = 16384  # tokens, with a separator behind each text
 RUN = 8  # tokens

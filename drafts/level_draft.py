@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends.tree import Frontier
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
 from files.checkpoint import Quantization
 from files.heads import draft_lm_head
 from kv_cache import Window
 from model import Transformer
+from options import require
 from run.options import DEPTH, MEDUSA_PATHS, GenerateConfig
-from run.parsing import require
 
 
 class LevelDrafter(TreeDrafter):

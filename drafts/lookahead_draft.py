@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree
+from draft_tree import MAX_NODES, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
 from drafts.presets import pick_and_rank
 from model import Transformer
+from options import require
 from reference import ancestors
 from run.options import GenerateConfig
-from run.parsing import require
-from run.tree_paths import MAX_NODES
 from runtime import replace_fields
 
 POOL = 4096  # n-grams

@@ -24,20 +24,19 @@ import torch
 from torch import Tensor
 
 from backends.backends import Backend, choose, use_backend
-from backends.tree import Frontier
-from draft_tree import DraftTree, DynamicTree, StaticTree
+from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, RootOnly, TreeDrafter
 from drafts.presets import PresetPolicy
 from files.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
 from files.config import read_config, read_raw
 from files.head_kinds import head_kind
-from files.io import is_gguf, log_note
+from files.io import is_gguf
 from files.tokenizer import Tokenizer, has_tokenizer
 from files.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
+from options import log_note, require
 from run.options import GenerateConfig
-from run.parsing import require
 from runtime import replace_fields
 
 

@@ -24,9 +24,9 @@ from eagle_draft import EagleDrafter, EagleHead, fill
 from files.checkpoint import Quantization, TensorSource
 from files.config import EMBEDDING, LM_HEAD, need_mtp, open_source
 from files.heads import EagleConfig, check_sizes, draft_lm_head
-from files.io import log_note
 from files.weights import layer_names
 from model import Mtp, Transformer
+from options import log_note
 from run.options import GenerateConfig
 from steps import Beside, Project, Step
 

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from backends.backends import TORCH, Backend
-from backends.tree import Candidates
-from draft_tree import DecodedTokens, DraftTree
+from draft_tree import MAX_NODES, Candidates, DecodedTokens, DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.autosize import AutoTrees
 from drafts.kept_texts import texts_for
@@ -38,7 +37,6 @@ from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from drafts.presets import PresetDrafter
 from model import Transformer
 from run.options import GenerateConfig
-from run.tree_paths import MAX_NODES
 from runtime import replace_fields
 
 # nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad

@@ -33,8 +33,8 @@ from torch.nn.functional import pad
 from decode import Rescorer
 from draft_tree import DecodedTokens, DraftTree
 from files.tokenizer import Tokenizer
+from options import require
 from run.options import MOST_BAD_WORDS, MOST_BIASES, Sampling, parse_biases, parse_ids
-from run.parsing import require
 from sampling import SamplingTensors, may_be, on_host
 
 LONGEST_WORD = 16  # tokens of one of `bad_words`

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_tree import DraftTree, StaticTree
+from draft_tree import MAX_NODES, DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.autosize import AutoTrees
 from drafts.kept_texts import PastTexts, texts_for
@@ -31,7 +31,6 @@ from drafts.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
 from reference import ancestors
 from run.options import GenerateConfig
-from run.tree_paths import MAX_NODES
 
 RANKS = 8  # successors kept per token
 # nodes of the trees of --tree auto, root included; CUDA pads to 16, 32 or 64 nodes

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 import sampling
-from backends.tree import Accepted, Children
 from decode import Cycle, DecodeState
-from draft_tree import DraftTree, DynamicTree
+from draft_tree import MAX_NODES, Accepted, Children, DraftTree, DynamicTree
 from drafters import DraftInputs, TreeDrafter
 from reference import compaction, path_to
-from run.tree_paths import MAX_NODES
 from runtime import replace_fields
 
 

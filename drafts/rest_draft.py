@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from draft_tree import DraftTree, build_tree
+from draft_tree import MAX_NODES, DraftTree
 from drafters import DraftInputs, DraftMethod
 from drafts.autosize import AutoTrees
 from drafts.datastore import LENGTH, LONGEST, Datastore
 from drafts.kept_texts import vocabulary_of
 from drafts.presets import PresetDrafter
 from model import Transformer
+from options import require
+from reference import build_tree
 from run.observer import Observer
 from run.options import GenerateConfig
-from run.parsing import require
-from run.tree_paths import MAX_NODES
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
 

@@ -1,0 +1,7 @@
+"""Formats of weights, heads, tokenizers and templates, and hubs. Without it the flat command reads
+
+Hugging Face directories in safetensors and heads in the official layouts.
+"""
+
+NEEDS = ()
+ADDS = {}

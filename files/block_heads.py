@@ -51,12 +51,12 @@ from files.heads import (
     layer_config,
     order_rows,
 )
-from files.io import log_note
 from files.weights import check_layers, layer_names
 from model import ModelConfig
 from models.block_head import BlockModel
 from models.correlator import Correlator, HFCorrelator
 from models.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
+from options import log_note
 
 TAPS = Rule(
     "a list of layers, whole numbers from -1 (the embedding) on",

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from backends.formats import WIDTH
-from files.io import log_note, read_jsonl
+from files.io import read_jsonl
 from files.tokenizer import Tokenizer, has_tokenizer
 from files.weights import load_model, weight_names
 from linear import Linear
 from model import Transformer
+from options import log_note
 from run.options import ROOT
 from steps import run_steps
 

@@ -30,8 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from files.fields import text_part
-from files.io import check_out, gguf_files, one_line, read_json, set_usual_mode
+from files.io import check_out, gguf_files, read_json, set_usual_mode
 from files.untrusted import load_pickle, read_untrusted
+from options import one_line
 from run.options import FORMAT_NAMES, GROUP_SIZES
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json

@@ -31,13 +31,14 @@ from files.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from files.gguf_blocks import keeps_blocks
 from files.gguf_header import read_header
 from files.head_kinds import gguf_head_kind, head_kind
-from files.io import bundled_head, is_gguf, log_note, read_json
+from files.io import bundled_head, is_gguf, read_json
 from files.known_heads import own_head
 from files.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig, Mtp
 from models import registry
 from models.keys import HFLayerTypes, all_ids, check_layer_types
 from models.qwen3_next import split_projections
+from options import log_note
 from run.methods import HEAD_KINDS, MTP
 from run.options import OF_DRAWS, GenerateConfig, Sampling
 

@@ -27,7 +27,8 @@ import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from files.io import folder_lock, is_model_name, log_note, model_file, one_line
+from files.io import folder_lock, is_model_name, model_file
+from options import log_note, one_line
 from run.options import DEFAULT, GenerateConfig
 
 

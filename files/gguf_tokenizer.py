@@ -19,8 +19,8 @@ import struct
 from typing import Any
 
 from files.gguf_header import Metadata
-from files.io import log_note
 from files.untrusted import read_untrusted
+from options import log_note
 
 SPACE = "\u2581"
 # token_type, sentencepiece's numbers; llama.cpp takes others for normal tokens

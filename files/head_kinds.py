@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from files.io import is_gguf, read_json
+from options import require
 from run.methods import MTP
-from run.parsing import require
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {

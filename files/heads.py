@@ -52,13 +52,13 @@ from files.fields import (
     positive,
     read_fields,
 )
-from files.io import is_gguf, log_note, read_json
+from files.io import is_gguf, read_json
 from files.untrusted import load_pickle, read_untrusted
 from files.weights import check_layers, layer_names
 from linear import Linear
 from model import ModelConfig
 from models.keys import WIDTH, HFConfig, HFSwiGLU
-from run.parsing import require
+from options import log_note, require
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from files.gguf_header import PART
-from files.io import HUB_NAME, log_note, one_line
+from files.io import HUB_NAME
 from models.registry import check_architecture
-from run.parsing import require
+from options import log_note, one_line, require
 
 # the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's
 WEIGHTS = (

@@ -10,7 +10,6 @@ Not here: files that libraries read (files/untrusted.py), the keys that a JSON f
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from options import log_note, one_line
 
 try:
     import fcntl
@@ -34,7 +35,6 @@ HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<kind>\w[\w.-]*))?", r
 PREFIXES = ("hf:", "ollama:")  # of names
 
 
-NOTES = logging.getLogger("gpt_eagle")
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"  # that come with this code
 
 
@@ -47,17 +47,6 @@ class LocalError(ValueError):
         self.plain = plain
 
 
-# ---------------------------------------------------------------------- notes
-
-
-def log_note(text: str) -> None:
-    """Tell a person what was done, in one line, by the logger `gpt_eagle`.
-
-    A command prints the line (`base.parsing.show_notes`); a Python caller configures the logger.
-    """
-    NOTES.warning(text, stacklevel=2)
-
-
 def has_colours() -> bool:
     """Return whether standard output shows colours. Source: no-color.org."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -65,18 +54,6 @@ def has_colours() -> bool:
 
 
 # ---------------------------------------------------------------------- text and JSON
-
-
-def one_line(message: Any, most: int = 1000) -> str:
-    """Return an error's message on one printable line.
-
-    most: characters; the middle of a longer message is left out
-    """
-    text = str(message)
-    if len(text) > most:
-        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
-    printable = "".join(char if char.isprintable() else " " for char in text)
-    return " ".join(printable.split()) or type(message).__name__
 
 
 def read_text(path: Path) -> str:

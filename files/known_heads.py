@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from files.head_kinds import head_kind
 from files.hub import QUANTIZATION, hub_model
-from files.io import bundled_head, is_gguf, log_note, read_json, read_text
+from files.io import bundled_head, is_gguf, read_json, read_text
+from options import log_note
 from run.options import ROOT, GenerateConfig
 
 TABLE = ROOT / "heads" / "README.md"

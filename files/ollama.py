@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from files.io import read_json
-from run.parsing import require
+from options import require
 
 FOLDERS = (
     Path("~/.ollama/models"),

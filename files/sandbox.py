@@ -30,8 +30,8 @@ from jinja2.ext import Extension
 from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from files.io import one_line
 from files.untrusted import limited_memory
+from options import one_line
 
 MAX_SOURCE_CHARS = 10**6  # published templates have at most 3e4
 MAX_BITS = 10**5  # of a number

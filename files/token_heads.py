@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from draft_tree import MAX_NODES
 from files.checkpoint import TensorSource
 from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from files.heads import NEUTRAL
-from files.io import log_note
 from files.weights import layer_names
 from model import ModelConfig
-from run.tree_paths import MAX_NODES
+from options import log_note
 
 COUNT = integer(1, MAX_NODES - 1)
 TRUE = Rule("true: heads that are not grounded are Medusa's", lambda v: v is True)

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 from sentencepiece import SentencePieceProcessor
 
 from files.fields import FLAG, OBJECT, Rule, key, naming, read_fields
-from files.io import is_gguf, log_note, read_json
+from files.io import is_gguf, read_json
 from files.untrusted import errors_as_value_error, read_untrusted
+from options import log_note
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
 # merges the two messages

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from files.io import LocalError, lfs_fault, one_line
+from files.io import LocalError, lfs_fault
+from options import one_line
 
 PICKLE_BYTES = 250 * 10**6  # memory that reading a pickle may take besides the size of its file
 

@@ -46,9 +46,10 @@ from files.checkpoint import (
 )
 from files.config import EMBEDDING, open_source, read_config
 from files.gguf_blocks import Blocks, Numbers
-from files.io import StatusLine, is_gguf, log_note, one_line
+from files.io import StatusLine, is_gguf
 from linear import Embedding, Linear
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
+from options import log_note, one_line
 from run.stats import check_memory
 from steps import IN_FP32, Project, Step
 

@@ -1,0 +1,4 @@
+"""Architectures beside LLaMA and Mixtral, a file each. Without it only these two run."""
+
+NEEDS = ("files",)
+ADDS = {}

@@ -14,7 +14,7 @@ from files.fields import text_part
 from files.gguf_header import read_header
 from files.head_kinds import ARCHITECTURES as HEADS
 from files.io import is_gguf, read_json
-from run.modules import load_module
+from options import load_module
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 

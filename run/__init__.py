@@ -1,0 +1,4 @@
+"""Sessions, requests, all options, the terminal, ranks. Without it generate.py answers one prompt."""
+
+NEEDS = ("files",)
+ADDS = {}

@@ -34,8 +34,9 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from files.io import StatusLine, log_note, write_text
-from run.parsing import one_line_errors, require
+from files.io import StatusLine, write_text
+from options import log_note, require
+from run.parsing import one_line_errors
 from run.prompts import (
     Conversation,
     PromptRow,

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from decode import Engine
-from files.io import log_note, replace_file
-from run.parsing import require
+from files.io import replace_file
+from options import log_note, require
 from run.session import Session, common_prefix
 
 CAPACITY = 4 * 2**30  # bytes

@@ -28,13 +28,12 @@ from backends.library import (
 from backends.replaced import note_edits
 from decode import Engine, Rescorer, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
-from files.io import log_note
 from model import DTYPES, Transformer
+from options import load_module, log_note, require
 from run import ranks
 from run.methods import MTP, has_extras, spec_of
-from run.modules import load_module
 from run.options import GenerateConfig, pick_device
-from run.parsing import by_names, require
+from run.parsing import by_names
 from run.prompts import read_grammar
 from run.session import PREFILL_WIDTHS, Session
 from run.stats import free_bytes, sequence_memory, slot_bytes

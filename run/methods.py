@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from run.modules import below_root
+from options import below_root
 
 
 class DraftMethodSpec(NamedTuple):

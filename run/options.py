@@ -17,6 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from backends import switches
+from draft_tree import (
+    EAGLE1_PATHS,
+    MAX_NODES,
+    SHAPES,
+    candidates,
+    chain_paths,
+    check_candidates,
+    parse_tree,
+    read_tree,
+)
 from files.io import (
     cache_folder,
     can_name_file,
@@ -25,8 +35,8 @@ from files.io import (
     is_gguf,
     is_model_name,
 )
+from options import PREFIX, require
 from run.methods import DRAFTERS, has_extras, spec_of
-from run.modules import PREFIX
 from run.option_rules import (
     CHAT,
     DRY,
@@ -50,18 +60,8 @@ from run.option_rules import (
     XTC,
     only_with,
 )
-from run.parsing import check_kinds, check_ranges, flag_of, option, processors, require, setting
-from run.tree_paths import (
-    EAGLE1_PATHS,
-    MAX_NODES,
-    MEDUSA_PATHS,
-    SHAPES,
-    candidates,
-    chain_paths,
-    check_candidates,
-    parse_tree,
-    read_tree,
-)
+from run.parsing import check_kinds, check_ranges, flag_of, option, processors, setting
+from run.tree_paths import MEDUSA_PATHS
 
 if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
@@ -489,7 +489,8 @@ class GenerateConfig:
 
         Raises: ValueError for a tree that cannot be.
         """
-        from draft_tree import DynamicTree, StaticTree, usual_topk_and_size  # imports torch
+        from backends.library import usual_topk_and_size
+        from draft_tree import DynamicTree, StaticTree
 
         if self.tree_shape in ("chain", "static"):
             return StaticTree(self.static_paths)

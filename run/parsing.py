@@ -25,8 +25,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from files.io import NOTES, log_note, one_line
-from run.modules import PREFIX
+from options import NOTES, PREFIX, log_note, one_line, require
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
@@ -190,12 +189,6 @@ def _check_range(f: Field, value: Any, given: bool = False) -> None:
         f"{flag_of(f)} must be at least {least}; it is {value}",
     )
     require(value <= most, f"{flag_of(f)} must be at most {most}; it is {value}")
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise ValueError with the message unless the condition holds."""
-    if not holds:
-        raise ValueError(message)
 
 
 class _Parser(argparse.ArgumentParser):

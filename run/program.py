@@ -14,8 +14,8 @@ import runpy
 import sys
 from difflib import get_close_matches
 
-from run.modules import below_root
-from run.parsing import one_line_errors, require
+from options import below_root, require
+from run.parsing import one_line_errors
 
 # a word and the module that it runs, with the flags that the word stands for
 PROGRAMS = {

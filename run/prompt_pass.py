@@ -24,7 +24,7 @@ from drafts.logprobs import Logprob, entries, scored
 from files.gguf_header import read_header
 from files.io import is_gguf, read_json
 from kv_cache import KVCache, causal_window
-from run.parsing import require
+from options import require
 from runtime import replace_fields
 
 ROWS = 64  # of logits at a time

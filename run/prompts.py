@@ -15,10 +15,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from files.io import LocalError, one_line, parse_json, parse_jsonl, read_named
+from files.io import LocalError, parse_json, parse_jsonl, read_named
+from options import one_line, require
 from run.option_rules import SAMPLED
 from run.options import DEFAULT, DEMO, GenerateConfig, Sampling
-from run.parsing import SEVERAL, by_names, check_kinds, require
+from run.parsing import SEVERAL, by_names, check_kinds
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from backends.library import has_cpu_operators
-from files.io import one_line
+from options import one_line
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors
 from run.rank import Rank, this_rank

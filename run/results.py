@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from decode import Engine
-from files.io import log_note, parse_json, read_text
+from files.io import parse_json, read_text
+from options import log_note
 from run.options import Sampling
 from run.prompts import Conversation, PromptRow, read_grammar
 

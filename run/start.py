@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from files.gguf_header import read_header
 from files.head_kinds import check_mtp, head_kind
 from files.io import is_gguf, read_json
+from options import require
 from run.methods import MTP
 from run.options import GenerateConfig
-from run.parsing import one_line_errors, parse_given, require
+from run.parsing import one_line_errors, parse_given
 from run.prompts import Conversation, read_grammar, read_prompts
 
 if TYPE_CHECKING:  # its imports take time that --help has not

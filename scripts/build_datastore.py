@@ -24,9 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from files.io import check_output, folder_lock, log_note, replace_file, show_progress
+from files.io import check_output, folder_lock, replace_file, show_progress
+from options import log_note, require
 from run.options import DEFAULT
-from run.parsing import one_line_errors, option, parse, require
+from run.parsing import one_line_errors, option, parse
 
 
 @dataclass

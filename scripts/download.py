@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 
 from files.hub import refusal, wanted
 from files.known_heads import PublishedHead, published_heads
+from options import require
 from run.options import FETCHED
-from run.parsing import did_you_mean, one_line_errors, option, parse, require
+from run.parsing import did_you_mean, one_line_errors, option, parse
 
 
 @dataclass

@@ -32,9 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from files.gguf_header import read_header
-from files.io import check_output, is_gguf, is_model_name, log_note, replace_file
+from files.io import check_output, is_gguf, is_model_name, replace_file
+from options import log_note, require
 from run.options import DEFAULT
-from run.parsing import one_line_errors, option, parse, require
+from run.parsing import one_line_errors, option, parse
 
 LAYOUTS = ("gguf", "speculators", "sglang")
 FORMATS = ("f16", "q8_0")

@@ -32,7 +32,7 @@ from files.config import open_source, read_config, read_raw
 from files.head_kinds import head_kind
 from files.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
 from model import ModelConfig
-from run.parsing import require
+from options import require
 from scripts.train.train_block import keys_of, selector_keys
 from scripts.train.training import shape_keys
 

@@ -46,7 +46,7 @@ from starlette.routing import Route
 
 from decode import Engine
 from drafts.drafted import told_draft
-from files.io import log_note
+from options import log_note
 from run import ranks
 from run.generate import load
 from run.kv_store import KVStore

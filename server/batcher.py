@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from decode import Engine
 from drafts.drafted import Drafted, DraftMarks, Nodes, Spans
 from drafts.logprobs import Logprob, Logprobs
-from files.io import log_note
+from options import log_note
 from run.kv_store import KVStore
 from run.scheduler import Piece, Request, Scheduler
 from server.counters import Counters

@@ -28,7 +28,7 @@ from drafts.grammar import STYLE, without_formats
 from files.chat import ChatTemplate
 from files.thinking import FINAL, behind_thinking, without_opening
 from files.tokenizer import Tokenizer
-from run.parsing import require
+from options import require
 
 PROBE = "probe_of_a_tool"
 ANOTHER_PROBE = "probe_of_another_tool"

@@ -18,8 +18,9 @@ from files.config import recommended_sampling
 from files.fetch import fetched
 from files.io import LocalError
 from files.thinking import Tags, closed, hidden_tags, opened_by
+from options import require
 from run.options import OF_DRAWS, GenerateConfig, Sampling
-from run.parsing import MOST, by_names, check_kinds, require
+from run.parsing import MOST, by_names, check_kinds
 from run.prompts import ContextOverflow, check_ids
 from run.tree_paths import DraftLimit
 from server.batcher import Refusal

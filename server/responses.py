@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from files.tokenizer import Tokenizer
-from run.parsing import require
+from options import require
 from server.batcher import Delta, Refusal
 from server.parameters import SHOWN, RequestParams, refusal
 from server.replies import Reply

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from run.parsing import require
+from options import require
 from server.call_forms import NOTHING, Form, new_id
 
 MOST_TOOLS = 128  # as OpenAI's

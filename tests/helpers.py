@@ -35,10 +35,9 @@ import sampling
 from backends.backends import TORCH, Backend, choose
 from backends.formats import FORMATS
 from backends.library import has_cpu_operators
-from backends.tree import Candidates
 from backends.weight import Weight, stack, table_of
 from decode import Cycle, Engine, build_cycles
-from draft_tree import DecodedTokens, StaticTree
+from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, DraftMethod, TreeDrafter
 from drafts.autosize import AutoTrees
 from drafts.residual import sample_children

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import backends.attention
-import reference as torch_backend
-from backends.tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+import reference
 from backends.weight import Weight
+from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
 
 _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call
@@ -43,7 +43,7 @@ def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
     if isinstance(scores, Children):  # drawn by a sampler, not scored
-        return torch_backend.expand_frontier(scores, front, level)
+        return reference.expand_frontier(scores, front, level)
     above = (None, None, None)
     if front:
         above = front.for_cpp()
@@ -93,7 +93,7 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = torch_backend.add(x, delta)
+    x = reference.add(x, delta)
     return x, rms_norm(x, weight, eps)
 
 
@@ -109,11 +109,11 @@ def rotary_cache(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    norms: torch_backend.HeadNorms | None = None,
+    norms: reference.HeadNorms | None = None,
 ) -> Tensor:
     if norms is not None:
-        qkv = torch_backend.norm_heads(qkv, k.shape[1], norms)
-    return torch_backend.rotate_into(k, v, slots, qkv, rope, rotary)
+        qkv = reference.norm_heads(qkv, k.shape[1], norms)
+    return reference.rotate_into(k, v, slots, qkv, rope, rotary)
 
 
 def attention(q: Tensor, *operands: Any, paths: None = None, sinks: Tensor | None = None) -> Tensor:
@@ -126,7 +126,7 @@ def delta_rule(
     x: Tensor,
     kept: tuple[Tensor, ...],
     window: tuple[Tensor | None, ...],
-    weights: torch_backend.DeltaWeights,
+    weights: reference.DeltaWeights,
 ) -> Tensor:
     conv, gates, gain, eps, tiled = weights
     operands = (conv.float().T.contiguous(), gates, gain.float(), eps, tiled)
@@ -153,7 +153,7 @@ def matmul(
     routing: Tensor | None = None,
 ) -> Tensor:
     if weight.table is None:  # a layout that C++ does not know
-        return torch_backend.matmul(x, weight, bias, fp32_out, routing)
+        return reference.matmul(x, weight, bias, fp32_out, routing)
     operands = (weight.data, weight.table)
     if x.dtype != torch.float16 and (bias is None or bias.dtype == torch.bfloat16):
         return _ops.matmul.default(x, *operands, bias, weight.outputs, fp32_out, routing)

@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 
 from backends.cpp import tiles
-from files.io import cache_folder, folder_lock, log_note
+from files.io import cache_folder, folder_lock
+from options import log_note
 
 HERE = Path(__file__).parent
 # files that are compiled together, the two groups side by side: about half of the work each. More

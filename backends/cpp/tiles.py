@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backends import switches
 from backends.cpp.layout import pack_strips
-from files.io import log_note
+from options import log_note
 
 INPUTS = 512  # of the matmuls in integers
 INT4 = 100  # the ids of layouts in weight_layout.h

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 import backends.experts
-import reference as torch_backend
+import reference
 from backends.epilogues import LazyMatmul, UnnormalizedRows
 from backends.library import lib
 from backends.linear import halves_product
-from backends.tree import Candidates, Children, DraftTree, Frontier, Level, Scores
 from backends.triton import int4
 from backends.triton.launch import SPLIT_TOKENS
 from backends.weight import LAYOUTS, Weight, split_planes
+from draft_tree import Candidates, Children, DraftTree, Frontier, Level, Scores
 
 lib.define(
     "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
@@ -73,7 +73,7 @@ experts_linear = backends.experts.experts_linear
 
 def best(scores: Tensor, noise: Tensor | None, row: Tensor | None) -> Tensor:
     if noise is not None:  # the sum is fused with the reduction
-        return torch_backend.best(scores, noise, row)
+        return reference.best(scores, noise, row)
     _, index, _ = topk(scores, 1)  # in many blocks a row, where a reduction has one
     return index.squeeze(-1)
 
@@ -81,16 +81,16 @@ def best(scores: Tensor, noise: Tensor | None, row: Tensor | None) -> Tensor:
 def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
-    return torch_backend.expanded(scores, front, level, grow)
+    return reference.expanded(scores, front, level, grow)
 
 
 def grow(
     scores: Scores | Children, values: Tensor, seen: Tensor, level: Level
 ) -> tuple[Tensor, ...]:
     if isinstance(scores, Children):
-        return torch_backend.expand(scores, values, seen, level)
+        return reference.expand(scores, values, seen, level)
     if scores.logits.shape[1] != values.shape[1]:  # all nodes share them
-        return torch_backend.expand(scores.best(level.k, topk), values, seen, level)
+        return reference.expand(scores.best(level.k, topk), values, seen, level)
     of_scores = (scores.with_noise(), scores.sharpness, scores.ids)
     of_level = (level.fixed_children, level.k, level.count, level.first_slot)
     return _ops.grow_level(*of_scores, values, seen, *of_level)
@@ -103,31 +103,31 @@ def select_nodes(
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
-    every = Candidates.join(levels)
+    every = reference.joined(levels)
     if isinstance(nodes, int):
         chosen = _ops.best_nodes(every.values, nodes)
     else:
         chosen = nodes.expand(len(every.values), -1)
     related = _ops.link_nodes(chosen, every.parents, depth)
-    return torch_backend.tree_of(every, chosen, related, expanded, text)
+    return reference.tree_of(every, chosen, related, expanded, text)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dtype not in (x.dtype, torch.float32):
-        return torch_backend.rms_norm(x, weight, eps)
+        return reference.rms_norm(x, weight, eps)
     return _ops.norm(x, weight, eps)
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if weight.dtype not in (x.dtype, torch.float32):
-        return torch_backend.add_norm(x, delta, weight, eps)
+        return reference.add_norm(x, delta, weight, eps)
     return _ops.add_norm(x, delta, weight, eps)
 
 
 def swiglu(y: Tensor | LazyMatmul) -> Tensor:
     if isinstance(y, LazyMatmul):
         return _ops.gated_product(*y)
-    return torch_backend.swiglu(y)
+    return reference.swiglu(y)
 
 
 def rotary_cache(
@@ -136,11 +136,11 @@ def rotary_cache(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    norms: torch_backend.HeadNorms | None = None,
+    norms: reference.HeadNorms | None = None,
 ) -> Tensor:
     if rope[0].shape[-1] < k.shape[-1]:  # of a part of each head, which no fused step has
         assert isinstance(qkv, Tensor)
-        return torch_backend.rotary_cache(qkv, rope, k, v, slots, norms)
+        return reference.rotary_cache(qkv, rope, k, v, slots, norms)
     given = norms or (None, None, 0.0)
     if isinstance(qkv, LazyMatmul):
         return _ops.rotary_product(*qkv, *rope, k, v, slots, *given)
@@ -160,7 +160,7 @@ def path_table(mask: Tensor) -> Tensor | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
     if not _fits_kernel(x, weight):
-        return torch_backend.linear(x, weight, bias, fp32_out)
+        return reference.linear(x, weight, bias, fp32_out)
     if bias is None:
         return halves_product(x, weight, "fp32" if fp32_out else "none")
     y = halves_product(x, weight, "fp32") + bias
@@ -175,7 +175,7 @@ def _fits_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     if not _fits_kernel(x, weight):
-        return torch_backend.router_logits(x, weight)
+        return reference.router_logits(x, weight)
     return halves_product(x, weight, "fp32")
 
 
@@ -199,7 +199,7 @@ def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
 
 
 def experts_bias(y: Tensor, bias: Tensor, routing: Tensor) -> Tensor:
-    return torch_backend.experts_bias(y, bias, backends.experts.expert_of(routing, len(bias)))
+    return reference.experts_bias(y, bias, backends.experts.expert_of(routing, len(bias)))
 
 
 def lazy_matmul(
@@ -231,14 +231,14 @@ def _topk_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     import backends.triton.topk
 
     if k > backends.triton.topk.MOST:
-        return torch_backend.topk(scores, k)
+        return reference.topk(scores, k)
     with torch.cuda.device(scores.device):
         return backends.triton.topk.topk_logsumexp(scores, k)
 
 
 def _grow_plain(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
     level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
-    return torch_backend.grow(Scores(logits, sharpness, ids), values, seen, level)
+    return reference.grow(Scores(logits, sharpness, ids), values, seen, level)
 
 
 def _grow_cuda(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
@@ -247,7 +247,7 @@ def _grow_cuda(logits, sharpness, ids, values, seen, fixed_children, k, count, f
     scores = Scores(logits, sharpness, ids)
     level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
     if k > backends.triton.topk.MOST:
-        return torch_backend.grow(scores, values, seen, level)
+        return reference.grow(scores, values, seen, level)
     with torch.cuda.device(logits.device):
         return backends.triton.topk.grow_level(scores, values, seen, level)
 
@@ -256,7 +256,7 @@ def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
     import backends.triton.tree
 
     if values.shape[1] > backends.triton.tree.MOST:
-        return torch_backend.best_nodes(values, count)
+        return reference.best_nodes(values, count)
     with torch.cuda.device(values.device):
         return backends.triton.tree.best_nodes(values, count)
 
@@ -301,7 +301,7 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
 
 def _rotary_cache_plain(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     given = None if norms[0] is None else norms
-    return torch_backend.rotary_cache(qkv, (cos, sin), k, v, slots, given)
+    return reference.rotary_cache(qkv, (cos, sin), k, v, slots, given)
 
 
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
@@ -311,22 +311,22 @@ def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
         return backends.triton.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms)
 
 
-lib.impl("gumbel_noise", torch_backend.gumbel, "CPU")
+lib.impl("gumbel_noise", reference.gumbel, "CPU")
 lib.impl("gumbel_noise", _gumbel_cuda, "CUDA")
-lib.impl("topk_logsumexp", torch_backend.topk, "CPU")
+lib.impl("topk_logsumexp", reference.topk, "CPU")
 lib.impl("topk_logsumexp", _topk_cuda, "CUDA")
 lib.impl("grow_level", _grow_plain, "CPU")
 lib.impl("grow_level", _grow_cuda, "CUDA")
-lib.impl("best_nodes", torch_backend.best_nodes, "CPU")
+lib.impl("best_nodes", reference.best_nodes, "CPU")
 lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
-lib.impl("link_nodes", torch_backend.link_nodes, "CPU")
+lib.impl("link_nodes", reference.link_nodes, "CPU")
 lib.impl("link_nodes", _link_nodes_cuda, "CUDA")
-lib.impl("compact", torch_backend.compact, "CPU")
+lib.impl("compact", reference.compact, "CPU")
 lib.impl("compact", _compact_cuda, "CUDA")
 lib.impl("longest_matches", _longest_matches_cuda, "CUDA")
-lib.impl("norm", torch_backend.rms_norm, "CPU")
+lib.impl("norm", reference.rms_norm, "CPU")
 lib.impl("norm", _norm_cuda, "CUDA")
-lib.impl("add_norm", torch_backend.add_norm, "CPU")
+lib.impl("add_norm", reference.add_norm, "CPU")
 lib.impl("add_norm", _add_norm_cuda, "CUDA")
 lib.impl("rotary_cache", _rotary_cache_plain, "CPU")
 lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")

@@ -24,7 +24,7 @@ from torch import Tensor
 from backends.triton.driver import Kernel
 from backends.triton.launch import Device, device_of
 from backends.triton.nvrtc import cubin_of
-from files.io import log_note
+from options import log_note
 
 # as in int4.cu
 WARPS = 16

@@ -24,8 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 from files.config import open_source, read_config
-from files.io import log_note
 from files.weights import weight_names
+from options import log_note
 from run.session import common_prefix
 from scripts import gguf_file
 

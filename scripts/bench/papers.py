@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from files.head_kinds import gguf_head_kind, head_kind
-from files.io import check_outputs, is_gguf, log_note
+from files.io import check_outputs, is_gguf
+from options import log_note
 from run.methods import HEAD_KINDS, MTP
 from run.options import DEMO, GenerateConfig, pick_device
 from run.parsing import SWITCHES, one_line_errors, option, parse

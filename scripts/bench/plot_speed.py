@@ -26,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from files.io import write_text
-from run.parsing import one_line_errors, option, parse, require
+from options import require
+from run.parsing import one_line_errors, option, parse
 
 TEXTS = ("model", "format", "engine", "machine", "date", "commit")
 OURS = "gpt-eagle"  # engines of this project begin with it

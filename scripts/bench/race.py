@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from files.io import check_outputs, write_text
+from options import require
 from run.options import DEFAULT
-from run.parsing import one_line_errors, option, parse, require
+from run.parsing import one_line_errors, option, parse
 
 ABOUT = "Record and draw a race of two answers."
 TITLES = ("without drafts", "with drafts (the default)")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import backends.epilogues
 import backends.experts
-import backends.tree
 import backends.triton.backend  # registers the operators of trees
-import reference as torch_backend
+import draft_tree
+import reference
 from backends.backends import TORCH, choose
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu.kernels import TOLERANCE, relative_error
@@ -58,7 +58,7 @@ def fused(device: str) -> float:
     stream = torch.randn(1, 7, 384, **options)
     scale = torch.rand(384, **options)
     slots = torch.arange(7, device=device)[None]
-    rope = torch_backend.rope_angles(torch.rand(64, device=device), slots)
+    rope = reference.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (tuple(torch.zeros(2, 1, 1, 9, 128, **options)) for _ in range(2))
     total, *unscaled = torch.ops.gpt_eagle.add_product(x, weight, None, stream, scale, 1e-5)
     norm = backends.epilogues.UnnormalizedRows(*unscaled)
@@ -101,12 +101,12 @@ def rotary(device: str) -> float:
     kv_heads = 2
     qkv = torch.randn(1, 7, heads + 2 * kv_heads, 128, device=device).bfloat16()
     slots = torch.arange(7, device=device)[None]
-    rope = torch_backend.rope_angles(torch.rand(64, device=device), slots)
+    rope = reference.rope_angles(torch.rand(64, device=device), slots)
     ours, theirs = (
         tuple(torch.zeros(2, 1, kv_heads, 9, 128, device=device).bfloat16()) for _ in range(2)
     )
     got = choose(qkv.device).rotary_cache(qkv, rope, *ours, slots)
-    want = torch_backend.rotary_cache(qkv, rope, *theirs, slots)
+    want = reference.rotary_cache(qkv, rope, *theirs, slots)
     return largest((got, *ours), (want, *theirs))
 
 
@@ -116,17 +116,17 @@ def topk(device: str) -> float:
     ones = torch.ones(2, dtype=torch.int64, device=device)
     noise = (ones[:, None].expand(2, 2), ones, ones, None, ones, 3, 3000, 0)
     gumbel = choose(torch.device(device)).gumbel
-    error = max(error, relative_error(gumbel(*noise), torch_backend.gumbel(*noise)))
+    error = max(error, relative_error(gumbel(*noise), reference.gumbel(*noise)))
     logits = torch.randn(1, 4, 3000, device=device)
     values = -torch.rand(1, 4, device=device)
     seen = torch.ones(1, 4, 9, device=device) > 0
-    level = backends.tree.Level(k=5, count=6, first_slot=3)
+    level = draft_tree.Level(k=5, count=6, first_slot=3)
     operands = (logits, 1.0, None, values, seen, None, level.k, level.count, level.first_slot)
     got = torch.ops.gpt_eagle.grow_level(*operands)
     best = logits.topk(level.k)
     scores = best.values - logits.logsumexp(-1, keepdim=True)
-    children = backends.tree.Children(best.indices, scores.clamp(max=0))
-    want = torch_backend.expand(children, values, seen, level)
+    children = draft_tree.Children(best.indices, scores.clamp(max=0))
+    want = reference.expand(children, values, seen, level)
     return max(error, largest(got, want))
 
 
@@ -134,12 +134,12 @@ def tree(device: str) -> float:
     """The nodes of a draft tree and their relations, which are exact."""
     values = -torch.randint(0, 99, (2, 510), device=device).float()
     chosen = torch.ops.gpt_eagle.best_nodes(values, 59)
-    want = torch_backend.best_nodes(values, 59)
+    want = reference.best_nodes(values, 59)
     assert torch.equal(chosen, want), "best_nodes differs from its reference"
     parents = torch.full((2, 510), -1, device=device)
     parents.scatter_(1, chosen[:, 1:], chosen[:, :-1])  # a chain
     got = torch.ops.gpt_eagle.link_nodes(chosen, parents, 59)
-    want = torch_backend.link_nodes(chosen, parents, 59)
+    want = reference.link_nodes(chosen, parents, 59)
     assert all(map(torch.equal, got, want)), "link_nodes differs from its reference"
     return 0.0
 

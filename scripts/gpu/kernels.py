@@ -66,7 +66,7 @@ import backends.experts
 import backends.triton.backend
 import backends.triton.layout
 import backends.weight
-import reference as torch_backend
+import reference
 from backends.backends import choose
 from backends.linear import halves_product
 from backends.triton import int4
@@ -318,7 +318,7 @@ def attention_contest(name: str, length: int, T: int) -> Contest:
 
     def error() -> float:
         k, v = caches[0].clone()
-        want = torch_backend.attention(q.float(), k, v, start, mask)
+        want = reference.attention(q.float(), k, v, start, mask)
         k[:, :, used:] = float("nan")
         v[:, :, used:] = float("nan")
         return relative_error(backends.attention.attention(q, k, v, start, mask), want)
@@ -341,7 +341,7 @@ def compact_contest(kv_heads: int) -> Contest:
     for buffer in buffers:
         buffer.normal_()
     ours = backends.triton.backend.compact
-    loop = torch.compile(torch_backend.compact, fullgraph=True, dynamic=False)
+    loop = torch.compile(reference.compact, fullgraph=True, dynamic=False)
     methods = {
         "ours": [lambda s=s: ours(buffers, cache.addresses, s, path) for s in starts],
         "torch": [lambda s=s: loop(buffers, cache.addresses, s, path) for s in starts],
@@ -349,7 +349,7 @@ def compact_contest(kv_heads: int) -> Contest:
 
     def error() -> float:
         want = [b.clone() for b in buffers]
-        torch_backend.compact(want, cache.addresses, starts[1], path)
+        reference.compact(want, cache.addresses, starts[1], path)
         ours(buffers, cache.addresses, starts[1], path)
         return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
 
@@ -364,13 +364,13 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
         "ours": [lambda s=s: backends.triton.backend.topk(s, 10) for s in scores],
-        "torch": [lambda s=s: torch_backend.topk(s, 10) for s in scores],
+        "torch": [lambda s=s: reference.topk(s, 10) for s in scores],
     }
 
     def error() -> float:
         values, index, total = backends.triton.backend.topk(scores[0], 10)
         # indices of ties may differ
-        best, _, logsumexp = torch_backend.topk(scores[0], 10)
+        best, _, logsumexp = reference.topk(scores[0], 10)
         return max(
             relative_error(values, best),
             relative_error(scores[0].gather(-1, index), best),

@@ -25,7 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from files.io import check_outputs, read_json, write_text
-from run.parsing import one_line_errors, option, parse, require
+from options import require
+from run.parsing import one_line_errors, option, parse
 from scripts.bench.row_log import Log
 
 LOGS = ("probes.jsonl", "ladder.jsonl", "beside.jsonl")  # of attempts.py

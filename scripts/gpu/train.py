@@ -27,7 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from files.io import log_note, write_text
+from files.io import write_text
+from options import log_note
 from run.options import DEFAULT, ROOT, pick_device
 from run.parsing import one_line_errors, option, parse
 from scripts.train.train_options import QUESTIONS

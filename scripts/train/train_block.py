@@ -21,7 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from run.parsing import option, parse, require
+from options import require
+from run.parsing import option, parse
 from scripts.train.train_options import TrainOptions
 
 

@@ -37,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 
 from files.head_kinds import head_kind
 from files.io import check_directory, read_jsonl, replace_file
+from options import require
 from run.options import GenerateConfig, pick_device
-from run.parsing import one_line_errors, option, parse, require
+from run.parsing import one_line_errors, option, parse
 from scripts.train.train_options import TrainOptions, resume_file
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from files.io import check_output
+from options import require
 from run.options import DEMO, ROOT
-from run.parsing import option, processors, require
+from run.parsing import option, processors
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 QUESTIONS = str(ROOT / "data/train/gsm8k_train_clean.jsonl")  # with answers of the data set

@@ -18,10 +18,9 @@ import backends.triton.rotary
 import backends.triton.topk
 import backends.triton.tree
 import interpreted  # noqa: F401
-import reference as torch_backend
-from backends.tree import Children, Level, Scores
+import reference
 from backends.triton.launch import SPLIT_TOKENS, Device
-from draft_tree import DecodedTokens
+from draft_tree import Children, DecodedTokens, Level, Scores
 from drafts.block_draft import slide
 from drafts.ngram_draft import Ngram, lookup
 from helpers import slow, with_head_norms
@@ -64,7 +63,7 @@ def attend(q, k, v, start, mask, first=None, scale=0.0, paths=None, sinks=None):
 def check(q, k, v, start, mask):
     got, clean = attend(q, k, v, start, mask), (t.nan_to_num() for t in (k, v))
     torch.testing.assert_close(
-        got, torch_backend.attention(q, *clean, start, mask), atol=2e-6, rtol=2e-6
+        got, reference.attention(q, *clean, start, mask), atol=2e-6, rtol=2e-6
     )
 
 
@@ -102,7 +101,7 @@ def test_sinks(heads, starts, rows, window):
     sinks = torch.linspace(-3, 9, q.shape[2])
     sinks[0] = -200
     clean = [t.nan_to_num() for t in (k, v)]
-    want = torch_backend.attention(q, *clean, start, mask, sinks=sinks)
+    want = reference.attention(q, *clean, start, mask, sinks=sinks)
     got = attend(q, k, v, start, mask, sinks=sinks)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
     E = q.shape[3]
@@ -240,7 +239,7 @@ def test_windows_of_blocks(in_order, causal, from_root):
     for size in (280, 4):  # the slots before a window stay unread
         window = slide(step.window, size, config)
         operands = window.start, window.mask, window.first
-        want = torch_backend.attention(step.q, step.k.nan_to_num(), step.v.nan_to_num(), *operands)
+        want = reference.attention(step.q, step.k.nan_to_num(), step.v.nan_to_num(), *operands)
         hidden = int(window.first[0].min()) // TILE * TILE
         step.k[0, :, :hidden] = step.v[0, :, :hidden] = float("nan")
         y = attend(step.q, step.k, step.v, *operands)
@@ -265,7 +264,7 @@ def test_rotary_cache(heads, E, normed):
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     given = norms or (None, None, 0.0)
     got = backends.triton.rotary.rotary_cache(qkv, rope, *ours, slots, given)
-    want = torch_backend.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
+    want = reference.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=1e-6, rtol=1e-6)
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
 
@@ -292,7 +291,7 @@ def test_gumbel_noise(greedy, domain):
     keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
     rest = (torch.tensor([0, 1, 2]), greedy, torch.tensor([0, 9, 2**30 - 3]), 3, 1501, domain)
     got = backends.triton.noise.gumbel(*keys, *rest)
-    want = torch_backend.gumbel(*keys, *rest)
+    want = reference.gumbel(*keys, *rest)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
     assert greedy is None or not got[1].any()
 
@@ -347,7 +346,7 @@ def check_level(logits, k, count, places=None, ids=None, sharpness=1.5):
     level = Level(k, count, first_slot=spare, fixed_children=places)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
     got = backends.triton.topk.grow_level(found, values, seen, level)
-    assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, reference.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("B,R,V,k", [
@@ -391,12 +390,12 @@ def test_best_nodes(B, P, count):
     ):
         values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
         assert torch.equal(
-            backends.triton.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
+            backends.triton.tree.best_nodes(values, count), reference.best_nodes(values, count)
         )
     values = torch.full((B, P), float("-inf"))
     values[:, P // 2] = 2.0
     assert torch.equal(
-        backends.triton.tree.best_nodes(values, count), torch_backend.best_nodes(values, count)
+        backends.triton.tree.best_nodes(values, count), reference.best_nodes(values, count)
     )
 
 
@@ -412,7 +411,7 @@ def test_related_nodes(monkeypatch, B, P, N, chain):
     nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
     parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
     got = backends.triton.tree.link_nodes(chosen, parents, N - 1)
-    want = torch_backend.link_nodes(chosen, parents, N - 1)
+    want = reference.link_nodes(chosen, parents, N - 1)
     assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
 
 
@@ -438,7 +437,7 @@ def check_compaction(cache, starts, paths):
     """Every slot of every buffer, bit for bit."""
     start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
     want = bits(buffers)
-    torch_backend.compact(want, torch.empty(0), start, path)
+    reference.compact(want, torch.empty(0), start, path)
     backends.triton.compact.compact(buffers, cache.addresses, start, path)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
 

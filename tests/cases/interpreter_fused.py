@@ -12,7 +12,7 @@ import backends.triton.epilogues
 import backends.triton.int4
 import backends.triton.layout
 import interpreted  # noqa: F401
-import reference as torch_backend
+import reference
 from backends.epilogues import LazyMatmul, UnnormalizedRows
 from backends.triton.epilogues import Gpu
 from backends.triton.qmatmul import Device, ProductPlan
@@ -57,7 +57,7 @@ def test_a_product_is_added_in_front_of_a_norm(gpu, form, rows, N, splits):
     want, wanted = backends.epilogues.add_norm_reference(stream, weights.reference(x), weight, 1e-5)
     torch.testing.assert_close([total, *norm], [want, *wanted], **CLOSE)
     plainly = (norm[0].double() / UnnormalizedRows(*norm).rms()).float()
-    torch.testing.assert_close(plainly, torch_backend.rms_norm(want, weight, 1e-5), **CLOSE)
+    torch.testing.assert_close(plainly, reference.rms_norm(want, weight, 1e-5), **CLOSE)
     bias = torch.randn(N)
     other, *none = backends.triton.epilogues.add_product(product, bias, None, 0.0, gpu, plan)
     torch.testing.assert_close(other, bias + weights.reference(x), **CLOSE)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import backends.attention
 import backends.triton.backend
-import reference as torch_backend
+import reference
 from decode import build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
@@ -137,11 +137,11 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
     want = decode(engine_for(target, RootOnly(), **options), *prompts).history
-    moved, reference = [], torch_backend.compact
+    moved, plain = [], reference.compact
 
     def compact(buffers, addresses, start, path):
         moved.append(tuple(b.data_ptr() for b in buffers))
-        reference(buffers, addresses, start, path)
+        plain(buffers, addresses, start, path)
 
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)

@@ -7,23 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import run.tree_paths
 from backends.backends import choose
-from backends.tree import Children
-from draft_tree import (
-    DynamicTree,
-    StaticTree,
-    build_tree,
-)  # fmt: skip
-from drafters import DraftInputs, TreeDrafter
+from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree, read_tree
+from drafters import DraftInputs, TreeDrafter, planned
 from drafts.ngram_draft import add_chain
 from drafts.residual import sample_children
 from eagle_draft import EagleDrafter
 from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
-from reference import accept, compaction, path_to, root_tree, select_nodes
-from run.tree_paths import EAGLE1_PATHS, read_tree
+from reference import accept, build_tree, compaction, path_to, root_tree, select_nodes
 
 INF = float("inf")
 
@@ -462,7 +455,7 @@ def test_order_is_by_depth_then_path():
     assert tree.inner == [[()], [(0,), (1,)], [(0, 1)]]
     assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
     # level 0 has 3 candidates, level 1 2 x 2: those of row 0, then of row 1; level 2 has 4
-    made = tree.to("cpu")
+    made = planned(tree, "cpu")
     assert [level.fixed_children.tolist() for level in made.plan[:2]] == [[[0, 1]], [[1]]]
     shapes = [(level.k, level.first_candidate, level.first_slot) for level in made.plan]
     assert shapes == [(3, 0, 0), (2, 3, 2), (4, 7, 3)]
@@ -491,7 +484,7 @@ def test_tree_file(tmp_path):
     paths = [[0, 1], [0], [1], [0, 1, 0]]
     tree = StaticTree(read_tree(saved(tmp_path, json.dumps(paths))))
     assert sorted(tree.paths) == sorted(map(tuple, paths))
-    wide = [[rank] for rank in range(run.tree_paths.MAX_NODES - 1)]
+    wide = [[rank] for rank in range(MAX_NODES - 1)]
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 

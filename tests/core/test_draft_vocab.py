@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backends.weight import unpack
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter
 from files.checkpoint import Quantization
@@ -30,7 +30,6 @@ from helpers import (
 )
 from run.generate import generate, load
 from run.options import DEMO
-from run.tree_paths import EAGLE1_PATHS
 from sampling import Sampling
 
 TREES = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from decode import Cycle
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DecodedTokens, DrafterUpdate, DraftInputs, RootOnly
 from drafts.kept_texts import PastTexts
 from drafts.model_draft import ModelDrafter, check_same_tokens
@@ -43,7 +43,6 @@ from model import Transformer
 from run.generate import Batch, load
 from run.options import DEMO
 from run.session import Session
-from run.tree_paths import EAGLE1_PATHS
 
 # ------------------------------------------------------------------------------------------- lookup
 

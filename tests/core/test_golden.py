@@ -15,7 +15,7 @@ import torch
 import eagle_draft
 import model
 import sampling
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts import residual
 from eagle_draft import EagleDrafter, load_head
@@ -33,7 +33,6 @@ from helpers import (
     slow,
     with_children,
 )
-from run.tree_paths import EAGLE1_PATHS, MAX_NODES
 
 GREEDY = [
     "eagle2_mha_k4_d3_t12", "eagle1_static26_mha", "eagle1_chain5_mha_alpha", "eagle3_gqa_k8_d4_t32",

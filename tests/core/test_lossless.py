@@ -27,7 +27,7 @@ import torch
 import sampling
 from backends.library import set_plain
 from decode import Engine, build_cycles
-from draft_tree import DraftTree, DynamicTree, StaticTree, build_tree
+from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from drafts.auto_trees import with_smaller_trees
@@ -56,11 +56,11 @@ from helpers import (
     slow,
     with_children,
 )
+from reference import build_tree
 from run import methods
 from run.generate import generate, load
 from run.options import DEMO
 from run.session import Session
-from run.tree_paths import EAGLE1_PATHS
 from runtime import compiled, tensors_of
 from sampling import Sampling
 from scripts.build_datastore import suffix_array

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from files.io import log_note
+from options import log_note
 from run.options import ROOT
 
 NOTE = "GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu; unset it"

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 
+from draft_tree import parse_tree
 from run import parsing
 from run.generate import generate, load, main
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import OLD, parse, processors
-from run.tree_paths import parse_tree
 from server.options import ServeConfig
 
 FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]

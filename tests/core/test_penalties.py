@@ -18,10 +18,11 @@ import demo_drafts
 import sampling
 from backends.backends import TORCH, choose
 from demo_drafts import DRAFTS, plain_loop
-from draft_tree import DecodedTokens, build_tree
+from draft_tree import DecodedTokens
 from drafts.penalties import Penalties
 from files.tokenizer import Tokenizer
 from helpers import compiled_as_on_cuda, fresh, slow
+from reference import build_tree
 from run.generate import generate
 from run.options import DEFAULT, Sampling
 from sampling import SamplingTensors

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.weight
 import model
-import reference as torch_backend
+import reference
 from backends import replaced, switches
 from backends.backends import TORCH, choose
 from backends.cpp.build import HERE
@@ -117,8 +117,8 @@ def test_new_cycles_have_the_families_of_their_time(short_demo):
     """In the target, the drafter and its head."""
     engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)
     ours = choose(torch.device("cpu")).matmul
-    assert ours is not torch_backend.matmul
-    for families, function in (([], ours), (["products"], torch_backend.matmul)):
+    assert ours is not reference.matmul
+    for families, function in (([], ours), (["products"], reference.matmul)):
         set_plain(families)
         engine = build_cycles(engine)
         owners = [engine.drafter, engine.drafter.lm_head, *engine.drafter.head.modules()]
@@ -163,20 +163,20 @@ def edited(*inputs, **more):
 
 # a family, the module and the name of a reference of it, the options with which it runs
 REFERENCES = [
-    ("attention", torch_backend, "attention", {}),
-    ("compact", torch_backend, "compact", {}),
+    ("attention", reference, "attention", {}),
+    ("compact", reference, "compact", {}),
     ("fused", model.Layer, "forward", {}),
-    ("norm", torch_backend, "rms_norm", {}),
+    ("norm", reference, "rms_norm", {}),
     ("products", backends.weight, "grouped_reference", {"quant": "int8"}),
     ("products", backends.weight, "grouped_reference", {"quant": "int4"}),
-    ("rotary", torch_backend, "rotary", {}),
-    ("topk", torch_backend, "best", {}),
-    ("topk", torch_backend, "gumbel", {"temperature": 1.0}),
-    ("topk", torch_backend, "expand_frontier", {}),
-    ("tree", torch_backend, "expand_frontier", {}),
-    ("tree", torch_backend, "select_nodes", {}),
-    ("tree", torch_backend, "advance", {}),
-    ("tree", torch_backend, "accept", {}),
+    ("rotary", reference, "rotary", {}),
+    ("topk", reference, "best", {}),
+    ("topk", reference, "gumbel", {"temperature": 1.0}),
+    ("topk", reference, "expand_frontier", {}),
+    ("tree", reference, "expand_frontier", {}),
+    ("tree", reference, "select_nodes", {}),
+    ("tree", reference, "advance", {}),
+    ("tree", reference, "accept", {}),
 ]
 
 
@@ -206,7 +206,7 @@ def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
     want = history()
     set_plain(["experts"])
     assert history() == want
-    monkeypatch.setattr(torch_backend, "experts_linear", edited)
+    monkeypatch.setattr(reference, "experts_linear", edited)
     with pytest.raises(RuntimeError, match="it was edited"):
         history()
 

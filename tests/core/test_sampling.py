@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import reference as torch_backend
+import reference
 from backends.backends import TORCH
-from draft_tree import DynamicTree, StaticTree, build_tree
+from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from drafts import residual
 from drafts.residual import accept_residual, residual_accept
@@ -29,7 +29,7 @@ from helpers import (
     text_with,
     with_children,
 )
-from reference import accept, best, cumsum_in_blocks, root_tree
+from reference import accept, best, build_tree, cumsum_in_blocks, root_tree
 from run.session import Session
 from runtime import replace_fields
 from sampling import (
@@ -69,7 +69,7 @@ def philox_reference(counter, key):
 
 def philox(counter, key):
     words = [torch.tensor([w]) for w in (*counter, *key)]
-    return [int(w) for w in torch_backend.philox4x32(tuple(words[:4]), tuple(words[4:]))]
+    return [int(w) for w in reference.philox4x32(tuple(words[:4]), tuple(words[4:]))]
 
 
 @pytest.mark.parametrize("case", KNOWN_ANSWERS)
@@ -87,7 +87,7 @@ def test_random_counters():
 
 def noise_key(seed=0, prompts=(0,), samples=None):
     return SamplingTensors(
-        torch.tensor([seed & torch_backend.MASK32, seed >> 32]),
+        torch.tensor([seed & reference.MASK32, seed >> 32]),
         torch.tensor(prompts),
         torch.tensor(samples if samples is not None else [0] * len(prompts)),
     )
@@ -145,7 +145,7 @@ def test_extreme_words(monkeypatch):
     def extreme(counter, key):
         return tuple(torch.tensor(words[i::4]).expand(1, 1, 2) for i in range(4))
 
-    monkeypatch.setattr(torch_backend, "philox4x32", extreme)
+    monkeypatch.setattr(reference, "philox4x32", extreme)
     first = torch.zeros(1, dtype=torch.long)
     u = uniforms(noise_key(), first[:, None], 8)[0, 0]
     noise = gumbel(noise_key(), first, 1, 8)[0, 0]

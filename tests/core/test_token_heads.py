@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import sampling
-from draft_tree import DecodedTokens, DynamicTree, StaticTree
+from draft_tree import EAGLE1_PATHS, DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts import hydra_draft, medusa_draft
 from drafts.residual import sample_children
@@ -36,7 +36,7 @@ from helpers import (
 from quantize import quantize_directory
 from run.generate import load
 from run.options import GenerateConfig
-from run.tree_paths import EAGLE1_PATHS, MEDUSA_PATHS
+from run.tree_paths import MEDUSA_PATHS
 from sampling import Sampling, SamplingTensors
 
 TARGET = GOLDEN / "models/target_llama_mha"

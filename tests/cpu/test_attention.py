@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import backends.attention
 import backends.library
-import backends.tree
 import backends.triton.backend
 import backends.triton.layout
 import backends.weight
-import reference as torch_backend
+import draft_tree
+import reference
 from backends.backends import TORCH, choose
 from backends.weight import join_zeros, split_zeros
 from helpers import COMPILER, quantized
@@ -74,7 +74,7 @@ def by_loops(q, k, v, start, mask):
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_reference_is_attention_over_the_visible_slots(heads):
     args = inputs(HEADS[heads], STARTS[3], 7, 9)
-    close(torch_backend.attention(*args), by_loops(*args))
+    close(reference.attention(*args), by_loops(*args))
 
 
 def test_visible_slots():
@@ -94,7 +94,7 @@ def test_visible_slots():
 def test_operator(heads, batch, rows, dtype):
     for window in (rows, rows + 13):  # beyond the rows: scratch slots of a draft head
         args = inputs(HEADS[heads], STARTS[batch], rows, window, dtype=dtype)
-        close(OURS.attention(*args), torch_backend.attention(*args))
+        close(OURS.attention(*args), reference.attention(*args))
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -120,7 +120,7 @@ def test_sinks_are_a_further_key_without_a_value(heads, batch, rows, dtype):
     )
     want = want.flatten(2).to(dtype)
     for attend in (
-        torch_backend.attention,
+        reference.attention,
         OURS.attention,
         backends.attention.attention,
         backends.attention._tree_attention_masked,
@@ -135,7 +135,7 @@ def test_sinks_are_a_further_key_without_a_value(heads, batch, rows, dtype):
 def test_first_rows_and_a_full_cache(starts, rows):
     args = inputs(HEADS["gqa"], starts, rows, rows, spare=0)
     assert args[1].shape[2] == max(starts) + rows
-    close(OURS.attention(*args), torch_backend.attention(*args))
+    close(OURS.attention(*args), reference.attention(*args))
 
 
 @pytest.mark.parametrize("rows,window", [(1, 1), (1, 12), (7, 7), (7, 20)])
@@ -146,7 +146,7 @@ def test_hidden_slots_do_not_matter(heads, rows, window):
     They are finite; behind the windows of all rows nothing need be a number.
     """
     q, k, v, start, mask = inputs(HEADS[heads], [5, 0, 37], rows, window, spare=9)
-    expected = torch_backend.attention(q, k, v, start, mask)
+    expected = reference.attention(q, k, v, start, mask)
     seen = visible_slots(start, mask, None, k.shape[2]).any(1)  # [B, S]
     assert not seen.all()
     for cache in (k, v):
@@ -159,7 +159,7 @@ def test_the_rule_without_triton_on_this_device():
     """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
         args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
-        close(backends.attention._tree_attention_masked(*args), torch_backend.attention(*args))
+        close(backends.attention._tree_attention_masked(*args), reference.attention(*args))
 
 
 # ------------------------------------------------------------------------------------------ capture
@@ -209,7 +209,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     backends.library._triton_is_installed.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
-        close(backends.attention._tree_attention_cuda(*args), torch_backend.attention(*args))
+        close(backends.attention._tree_attention_cuda(*args), reference.attention(*args))
     assert choose(torch.device("cuda")) == TORCH
     backends.library._triton_is_installed.cache_clear()
     assert capsys.readouterr().err.count("pip install triton") == 1
@@ -282,9 +282,9 @@ def test_level_registration(count, places):
     args = level_inputs(count, torch.randperm(90)[:40], places)
     check_registration("grow_level", *args)
     logits, sharpness, ids, values, seen, places, k, count, slot = args
-    level = backends.tree.Level(k, count, first_slot=slot, fixed_children=places)
-    children = backends.tree.Scores(logits, sharpness, ids).best(k, torch_backend.topk)
-    want = torch_backend.expand(children, values, seen, level)
+    level = draft_tree.Level(k, count, first_slot=slot, fixed_children=places)
+    children = draft_tree.Scores(logits, sharpness, ids).best(k, reference.topk)
+    want = reference.expand(children, values, seen, level)
     got = torch.ops.gpt_eagle.grow_level(*args)
     assert all(map(torch.equal, got, want)) and got[2].shape[1] == count
 

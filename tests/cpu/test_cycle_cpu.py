@@ -11,7 +11,7 @@ from test_layers_cpu import HEADS, drafter_of, model
 
 from backends.library import has_cpu_operators
 from decode import Engine
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
 from drafts.auto_trees import with_smaller_trees
 from drafts.model_draft import ModelDrafter
@@ -21,7 +21,6 @@ from helpers import Operators, decode, engine_for, slow
 from model import Transformer
 from run.generate import generate
 from run.session import Session
-from run.tree_paths import EAGLE1_PATHS
 from sampling import Sampling
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")

@@ -29,7 +29,7 @@ import backends.cpp.layout
 import backends.experts
 import backends.linear
 import backends.weight
-import reference as torch_backend
+import reference
 from backends.backends import TORCH, choose
 from backends.formats import FORMATS
 from backends.library import tiles_in_use
@@ -689,8 +689,8 @@ def test_attention_variants_agree(march):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         args = attention_inputs(dtype)
         got = operators(march).attention(*args)
-        reference = torch_backend.attention
-        for theirs in (torch.ops.gpt_eagle.attention, reference):
+        plain = reference.attention
+        for theirs in (torch.ops.gpt_eagle.attention, plain):
             torch.testing.assert_close(got, theirs(*args), atol=tolerance, rtol=tolerance)
 
 

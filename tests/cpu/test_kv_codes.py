@@ -8,7 +8,7 @@ from test_kernels_cpu import ALL, attention_inputs, operators
 from test_layers_cpu import CONFIG, empty_cache, model
 
 import backends.attention
-import reference as torch_backend
+import reference
 from backends.kv_codes import decode, encode, row_width
 from kv_cache import causal_window
 
@@ -48,7 +48,7 @@ def test_attention_is_that_over_the_same_cache_in_fp32(march, width):
     got = attend(q, *codes, start, mask)
     wide = [decode(rows, width) for rows in codes]
     assert torch.equal(got, attend(q, *wide, start, mask))
-    for other in (torch_backend.attention, backends.attention.attention):
+    for other in (reference.attention, backends.attention.attention):
         torch.testing.assert_close(other(q, *codes, start, mask), got, atol=1e-5, rtol=1e-5)
 
 

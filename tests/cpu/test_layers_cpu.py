@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import reference as torch_backend
+import reference
 from backends.backends import choose, use_backend
 from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
 from backends.formats import FORMATS, Int4
-from backends.tree import Frontier
 from backends.weight import stack
-from draft_tree import StaticTree
+from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from files.heads import Eagle3, EagleConfig
@@ -157,7 +156,7 @@ def test_a_bounded_gate(dtype):
     """Both halves reach their bounds; what is no number stays so."""
     both = torch.linspace(-9, 9, 3 * 2 * 333).view(3, 666).to(dtype)
     both[0, 5] = both[1, 340] = float("nan")
-    want = torch_backend.clamped_swiglu(both, 1.702, 7.0)
+    want = reference.clamped_swiglu(both, 1.702, 7.0)
     gate, up = both.double().chunk(2, -1)
     exact = gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp()) * (up.clamp(-7, 7) + 1)
     got = choose(torch.device("cpu"), dtype).clamped_swiglu(both, 1.702, 7.0)
@@ -406,7 +405,7 @@ def test_moved_rows(path, dtype):
     buffers = [torch.randn(2, 3, 20, 16, generator=generator).to(dtype) for _ in range(4)]
     want = [b.clone() for b in buffers]
     start, paths = torch.tensor([7, 14]), torch.tensor([path, [0, 3, 5]])
-    torch_backend.compact(want, torch.empty(0), start, paths)
+    reference.compact(want, torch.empty(0), start, paths)
     torch.ops.gpt_eagle.move_rows(buffers, start, paths)
     assert all(map(torch.equal, buffers, want))
     with pytest.raises(RuntimeError, match="no slot 20"):

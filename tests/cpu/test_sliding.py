@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import backends.attention
-import reference as torch_backend
+import reference
 from backends.backends import choose
 from backends.library import has_cpu_operators
 from kv_cache import Window, causal_window, sliding
@@ -35,7 +35,7 @@ def test_a_row_sees_the_last_tokens_of_its_path(kind, size):
     for starts in STARTS:
         step = random_step(kind, starts, (1, 1), 16)
         window = sliding(step.window, size)
-        visible = torch_backend.visible_slots(*operands(step, window)[3:], step.k.shape[2])
+        visible = reference.visible_slots(*operands(step, window)[3:], step.k.shape[2])
         for b, paths in enumerate(step.paths):
             seen = [row.nonzero().flatten().tolist() for row in visible[b]]
             assert seen == [path[-size:] for path in paths]
@@ -75,7 +75,7 @@ def test_attention_over_the_last_tokens(kind, heads, E):
                     OURS.attention,
                     torch.ops.gpt_eagle.tree_attention,
                     backends.attention._tree_attention_masked,
-                    torch_backend.attention,
+                    reference.attention,
                 ):
                     torch.testing.assert_close(attend(*given), want, atol=1e-5, rtol=1e-5)
 

@@ -17,18 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import reference as torch_backend
+import reference
 from backends.backends import TORCH, choose
 from backends.library import has_cpu_operators
-from backends.tree import Accepted, Candidates, Frontier, Level, Scores
 from decode import DecodeState, advance
-from draft_tree import DecodedTokens, build_tree
+from draft_tree import Accepted, Candidates, DecodedTokens, Frontier, Level, Scores
 from drafters import DrafterUpdate, RootOnly
 from drafts.deferred import MAX_KEPT, LazyState, RestingDrafter
 from drafts.kept_texts import PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from drafts.ngram_estimates import DEPTHS, RATES, Rates
 from helpers import no_candidates, not_refused
+from reference import build_tree, joined
 from run.observer import REPORT
 from runtime import replace_fields
 
@@ -37,13 +37,13 @@ INF, CPP = float("inf"), torch.ops.gpt_eagle
 OURS = choose(torch.device("cpu"))
 
 
-def reference(scores, front, level):
+def plain_frontier(scores, front, level):
     """`expand_frontier` in PyTorch, but for the best children: equal ones come in the order of their indices."""
 
     def grow(scores, values, seen, level):
-        return torch_backend.expand(scores.best(level.k, OURS.topk), values, seen, level)
+        return reference.expand(scores.best(level.k, OURS.topk), values, seen, level)
 
-    return torch_backend.expanded(scores, front, level, grow)
+    return reference.expanded(scores, front, level, grow)
 
 
 def leaves(record) -> list[Tensor]:
@@ -121,7 +121,7 @@ def test_expand_frontier(vocab, batch, kind):
             count = min(count, above * k, slots - 2)
             places = None if places is None else places[:, :count]
             inputs = found, front, Level(k, count, 11, 2, slots, places)
-            ours, theirs = OURS.expand_frontier(*inputs), reference(*inputs)
+            ours, theirs = OURS.expand_frontier(*inputs), plain_frontier(*inputs)
             assert_equal(ours[0], theirs[0])
             if count:
                 assert_equal(ours[1], theirs[1])
@@ -137,7 +137,7 @@ def test_children_that_are_cut_away_are_no_candidates():
     front = Frontier(*three, torch.zeros(1, 2), torch.zeros(1, 2, 4).bool())
     inputs = Scores(z), front, Level(3, 4, 5, 0, 4)
     level, chosen = OURS.expand_frontier(*inputs)
-    assert_equal((level, chosen), reference(*inputs))
+    assert_equal((level, chosen), plain_frontier(*inputs))
     assert level.tokens[0, [0, 3, 4]].tolist() == [4, 0, 5] and level.values[0, 0] == 0
     assert level.values[0, [1, 2, 5]].tolist() == [-INF] * 3
     assert chosen.index.tolist() == [[5, 8, 9, 6]]
@@ -389,7 +389,7 @@ def test_lookup(batch, ngram):
                 longest = match_lengths(text, ngram.max).amax(1)
                 assert lengths[:, 0].tolist() == (longest * (longest >= ngram.min)).tolist()
             levels, _ = pool_of(batch, [3, 6], [2], True)
-            distinct = Candidates.join(levels)
+            distinct = joined(levels)
             distinct = replace_fields(
                 distinct, tokens=torch.arange(9).expand(batch, 9).clone()
             )  # siblings differ
@@ -433,10 +433,10 @@ def check_passes(vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -
         mine = drafters[0].extend(states[0], confirmed)
         assert mine is states[0], "it is written in place"
         states[1] = drafters[1].extend(states[1], confirmed)
-        for name, own, reference in zip(mine._fields, mine, states[1]):
+        for name, own, plain in zip(mine._fields, mine, states[1]):
             if stored and name in ("tokens", "parents"):  # of candidates; others differ by padding
-                own, reference = (x[mine.values > -INF] for x in (own, reference))
-            assert torch.allclose(own, reference), name
+                own, plain = (x[mine.values > -INF] for x in (own, plain))
+            assert torch.allclose(own, plain), name
         if stored:
             text = whole(vocab, 9).tolist()
             for drafter in drafters:
@@ -468,7 +468,7 @@ def test_what_the_compiler_is_told():
             *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
             torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2), RATES,
         ),
-        "add_chains": (*Candidates.join(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
+        "add_chains": (*joined(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
     }  # fmt: skip
     for name, operands in cases.items():
         operator = getattr(CPP, name).default

@@ -19,11 +19,11 @@ import torch
 import backends.epilogues
 import backends.experts
 import backends.linear
-import backends.tree
 import backends.triton.backend
 import backends.weight
+import draft_tree
 import lost_device
-import reference as torch_backend
+import reference
 import sampling
 import windows
 from backends.backends import choose, use_backend
@@ -31,7 +31,7 @@ from backends.epilogues import LazyMatmul, UnnormalizedRows
 from backends.triton import int4
 from backends.triton.layout import BLOCK_FORMS, SUPER
 from decode import Engine, build_cycles
-from draft_tree import DynamicTree, StaticTree
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
 from drafts.auto_trees import with_smaller_trees
@@ -55,7 +55,6 @@ from run.generate import generate, load
 from run.load import warm_up
 from run.options import DEMO, GenerateConfig
 from run.session import Session
-from run.tree_paths import EAGLE1_PATHS
 from runtime import WARM_UPS
 from scripts.train import train_eagle
 
@@ -179,7 +178,7 @@ def test_tree_attention(poisoned, E, dtype, heads):
             q, k, v, start, mask = attention_inputs(heads, starts, rows, window, dtype, E)
             got = OURS.attention(q, k, v, start, mask)
             clean = (t.nan_to_num().float() for t in (k, v))
-            want = torch_backend.attention(q.float(), *clean, start, mask)
+            want = reference.attention(q.float(), *clean, start, mask)
             assert got.dtype == dtype and got.shape == want.shape
             error = (got.float() - want).norm() / want.norm()
             assert error < ATTENTION_ERRORS[dtype], (rows, starts, float(error))
@@ -305,7 +304,7 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
 def compact_by_reference(cache, start, path):
     """The contents of the buffers after compaction. The cache itself stays as it is."""
     want = [b.clone() for b in (*cache.k, *cache.v)]
-    torch_backend.compact(want, torch.empty(0), start, path)
+    reference.compact(want, torch.empty(0), start, path)
     return want
 
 
@@ -401,11 +400,11 @@ def test_grow_level(poisoned, V, k):
     scores = scores[..., :k] - (1.25 * logits).logsumexp(-1, keepdim=True)
     assert k > 64 or torch.equal(tokens, ids[index[..., :k]].flatten(1))
     torch.testing.assert_close(values.view_as(scores), scores.clamp(max=0), atol=1e-4, rtol=1e-6)
-    children = backends.tree.Children(tokens.view(B, R, k), values.view(B, R, k))
+    children = draft_tree.Children(tokens.view(B, R, k), values.view(B, R, k))
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
     got = operator(logits, 1.25, ids, values, seen, None, k, count, 3)
-    level = backends.tree.Level(k, count, first_slot=3)
-    assert all(map(torch.equal, got, torch_backend.expand(children, values, seen, level)))
+    level = draft_tree.Level(k, count, first_slot=3)
+    assert all(map(torch.equal, got, reference.expand(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])
@@ -414,12 +413,12 @@ def test_nodes_of_a_tree(poisoned, P, N):
     values = -torch.randint(0, 99, (2, P), device="cuda").float()
     values[1, 3:] = float("-inf")
     chosen = torch.ops.gpt_eagle.best_nodes(values, N - 1)
-    assert torch.equal(chosen, torch_backend.best_nodes(values, N - 1))
+    assert torch.equal(chosen, reference.best_nodes(values, N - 1))
     above = (torch.rand(2, N - 1, device="cuda") * torch.arange(1, N, device="cuda")).long()
     nodes = torch.cat((torch.full((2, 1), -1, device="cuda"), chosen), 1).gather(1, above)
     parents = torch.randint(-1, P, (2, P), device="cuda").scatter(1, chosen, nodes)
     got = torch.ops.gpt_eagle.link_nodes(chosen, parents, N - 1)
-    assert all(map(torch.equal, got, torch_backend.link_nodes(chosen, parents, N - 1)))
+    assert all(map(torch.equal, got, reference.link_nodes(chosen, parents, N - 1)))
 
 
 FORMATS = ["float", "int4-128", "int4-64", "int4-32", "int4-64-zeros", "int8", *BLOCK_FORMS]
@@ -535,7 +534,7 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
     x, stream = torch.randn(2, 1, rows, 4096, **options)
     scale = torch.rand(4096, **options)
     slots = torch.arange(rows, device="cuda")[None]
-    rope = torch_backend.rope_angles(torch.rand(64, device="cuda"), slots * 9)
+    rope = reference.rope_angles(torch.rand(64, device="cuda"), slots * 9)
     caches = torch.zeros(2, 1, 8, rows, 128, **options)
 
     def product(x: torch.Tensor | UnnormalizedRows, weights) -> LazyMatmul:
@@ -591,12 +590,12 @@ def test_rotary_cache(heads, normed):
     qkv = torch.randn(B, T, H + 2 * kv_heads, E, device="cuda").bfloat16()
     slots = torch.randperm(S, device="cuda")[:T].expand(B, -1)
     positions = torch.randint(0, 4000, (B, T), device="cuda")
-    rope = torch_backend.rope_angles(torch.rand(E // 2, device="cuda"), positions)
+    rope = reference.rope_angles(torch.rand(E // 2, device="cuda"), positions)
     norms = (*(1 + torch.randn(2, E, device="cuda") / 4).bfloat16(), 1e-6) if normed else None
     cache = torch.randn(2, B, kv_heads, S, E, device="cuda").bfloat16()
     ours, theirs = (tuple(cache.clone()) for _ in range(2))
     got = OURS.rotary_cache(qkv, rope, *ours, slots, norms)
-    want = torch_backend.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
+    want = reference.rotary_cache(with_head_norms(qkv, kv_heads, norms), rope, *theirs, slots)
     # of the largest values: an ulp that the norm was rounded otherwise
     near = 0.1 if normed else 0.02
     torch.testing.assert_close([got, *ours], [want, *theirs], atol=near, rtol=1e-2)
@@ -723,7 +722,7 @@ def test_gumbel_noise(vocab):
     keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
     first = torch.tensor([0, 9, 2**30 - 3])
     rest = (torch.tensor([0, 1, 2]), torch.tensor([False, True, False]), first, 3, vocab, 0)
-    want = torch_backend.gumbel(*keys, *rest)
+    want = reference.gumbel(*keys, *rest)
     on_device = [x.cuda() if isinstance(x, torch.Tensor) else x for x in (*keys, *rest)]
     got = OURS.gumbel(*on_device)
     torch.testing.assert_close(got.cpu(), want, atol=2e-6, rtol=2e-6)
