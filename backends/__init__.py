@@ -1,4 +1,4 @@
-"""The functions of reference.py in C++ for CPUs, and in Triton for CUDA. Without it all runs slowly."""
+"""The functions of reference.py in C++ for CPUs and in Triton for CUDA. Without it all is slow."""
 
 NEEDS = ()
 ADDS = {}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import reference
 from backends.attention import attention
 from backends.experts import experts_linear
 from backends.library import PLAIN, has_cpu_operators, has_triton, refuse_gradients

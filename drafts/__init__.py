@@ -1,4 +1,4 @@
-"""Drafters beside EAGLE's, trees that follow the text, grammars, penalties. Without it EAGLE drafts."""
+"""Drafters beside EAGLE, trees by the text, grammars, penalties. Without it EAGLE alone drafts."""
 
 NEEDS = ("run",)
 ADDS = {}

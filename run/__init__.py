@@ -1,4 +1,4 @@
-"""Sessions, requests, all options, the terminal, ranks. Without it generate.py answers one prompt."""
+"""Sessions, requests, all options, the terminal, ranks. Without it one prompt is answered."""
 
 NEEDS = ("files",)
 ADDS = {}
