@@ -1,6 +1,6 @@
-"""Run run/generate.py."""
+"""Generate text."""
 
-import runpy
+from options import run_program
 
 if __name__ == "__main__":
-    runpy.run_module("run.generate", run_name="__main__", alter_sys=True)
+    run_program("generate")

@@ -1,4 +1,6 @@
 """Sessions, requests, all options, the terminal, ranks. Without it one prompt is answered."""
 
 NEEDS = ("files",)
-ADDS = {}
+ADDS = {
+    "program": {"generate": "run.start:main"},
+}

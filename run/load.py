@@ -282,7 +282,7 @@ def _note_attention(target: Transformer) -> None:
     if width % 16:
         log_note(f"attention with heads of width {width} {theirs}")
     elif weight.dtype == DTYPES["float16"]:
-        log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
+        log_note(f"attention in float16 {theirs}; use --dtype bfloat16")
 
 
 def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:

@@ -35,7 +35,7 @@ from files.io import (
     is_gguf,
     is_model_name,
 )
-from options import PREFIX, require
+from options import FORMAT_NAMES, PREFIX, ROOT, Options, option, require
 from run.methods import DRAFTERS, has_extras, spec_of
 from run.option_rules import (
     CHAT,
@@ -60,19 +60,16 @@ from run.option_rules import (
     XTC,
     only_with,
 )
-from run.parsing import check_kinds, check_ranges, flag_of, option, processors, setting
+from run.parsing import check_kinds, check_ranges, flag_of, processors, setting
 from run.tree_paths import MEDUSA_PATHS
 
 if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
-ROOT = Path(__file__).resolve().parents[1]
 # files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
 FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
 DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
-DEMO = str(ROOT / "checkpoints" / "demo")
 
-FORMAT_NAMES = ("int8", "int4")  # of quantized weights (backends/formats.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
@@ -126,10 +123,10 @@ sampler = partial(setting, also_flag=True)  # has the flag that llama.cpp or vLL
 
 # titles of the help and their options
 GROUPS = {
-    "the model": ("checkpoint", "quant", "context", "kv", "device", "compile", "plain"),
+    "the model": ("checkpoint", "quant", "context", "kv", "device", "dtype", "compile", "plain"),
     "the text": (
-        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
-        "grammar", "batch_size",
+        "prompt", "prompt_ids", "prompt_file", "interactive", "chat", "system", "max_new_tokens",
+        "ignore_eos", "stop", "grammar", "batch_size",
     ),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "drafting (the text is the same with any of it)": (
@@ -140,7 +137,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Options):
     """Options of a run. Units and effects are in the help texts."""
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = GROUPS
@@ -151,7 +148,6 @@ class GenerateConfig:
         "hf:OWNER/NAME:Q4_K_M on a hub and ollama:NAME; the default is fetched once (93 MB)",
         short="m",
     )
-    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     context: int = option(
         0,
         "KV capacity in tokens; 0: what the model was trained for, if half of the free memory "
@@ -164,12 +160,6 @@ class GenerateConfig:
         "on a CPU, round the cache's keys and values to 8 bits: int8 takes 53 % of the memory of "
         "16 bits; default: the weights' dtype",
         ("int8",),
-    )
-    device: str = option("", "cpu or cuda; default: cuda if there is one")
-    compile: bool | None = option(
-        None,
-        "on CUDA, compile the steps by torch.compile before they are captured: 4 to 11 % faster, "
-        "but seconds to minutes later; on a CPU nothing changes, as C++ operators run anyway",
     )
     plain: bool = option(
         False,
@@ -243,7 +233,6 @@ class GenerateConfig:
         (), "text that ends an answer and is left out; it may be given several times"
     )
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
-    temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(
         1.0,
@@ -303,7 +292,6 @@ class GenerateConfig:
     )
 
     # of single runs
-    prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     control_tokens: str = setting(
         "programs",
         "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
@@ -313,7 +301,6 @@ class GenerateConfig:
     num_samples: int = setting(
         1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
     )
-    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
     show_drafts: bool = setting(
         False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
     )
@@ -388,11 +375,6 @@ class GenerateConfig:
     )
 
     # of the model
-    dtype: str = setting(
-        "",
-        "number type of weights and activations; default: the checkpoint's",
-        ("float32", "bfloat16", "float16"),
-    )
     group_size: int = setting(
         0,
         "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
