@@ -33,7 +33,8 @@ HOMES = {
     "backend": "backends",
     "architecture": "models",
     "reader": "files",
-    "drafter": "drafts",
+    "drafters": "drafts",
+    "extension": "drafts",
     "program": "run",
 }
 NOTES = logging.getLogger("gpt_eagle")

@@ -1,4 +1,13 @@
 """Drafters beside EAGLE, trees by the text, grammars, penalties. Without it EAGLE alone drafts."""
 
 NEEDS = ("run",)
-ADDS = {}
+ADDS = {
+    "drafters": {"drafts": "drafts.methods"},
+    "extension": {
+        "grammar": "drafts.grammar",
+        "penalties": "drafts.penalties",
+        "residual": "drafts.residual",
+        "auto": "drafts.auto_trees",
+        "stand_in": "drafts.stand_in",
+    },
+}

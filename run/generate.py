@@ -30,7 +30,7 @@ import torch
 
 from decode import Engine
 from files.io import StatusLine, write_text
-from options import log_note, one_line_errors, require
+from options import load_part, log_note, one_line_errors, require
 from run import ranks
 from run.load import load, without_draft
 from run.prompts import (
@@ -291,9 +291,7 @@ def generate(
     config, draws = with_options(engine, options, len(prompts))
     guides = []
     if grammar is not None:
-        from drafts.grammar import compile_grammars
-
-        guides = compile_grammars(engine, grammar, len(prompts))
+        guides = load_part("extension", "grammar").compile_grammars(engine, grammar, len(prompts))
     batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_limit)
 
     def on_pieces(pieces: list[Piece]) -> None:

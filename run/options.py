@@ -36,7 +36,7 @@ from files.io import (
     is_model_name,
 )
 from options import FORMAT_NAMES, PREFIX, ROOT, Options, option, require
-from run.methods import DRAFTERS, has_extras, spec_of
+from run.methods import has_drafts, known_drafters, spec_of
 from run.option_rules import (
     CHAT,
     DRY,
@@ -172,7 +172,7 @@ class GenerateConfig(Options):
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
         "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
         "CPU and none elsewhere",
-        tuple(DRAFTERS),
+        tuple(known_drafters()),
     )
     head: str = option(
         "",
@@ -450,7 +450,7 @@ class GenerateConfig(Options):
         default = (*spec_of(self).trees, "auto")[0]
         if default == "auto" and self.accept != "exact":
             return "dynamic"
-        if default == "auto" and not has_extras():
+        if default == "auto" and not has_drafts():
             # arithmetic bounds a CPU's passes: a chain has the fewest rows
             device = self.device or pick_device("")
             return "dynamic" if device.startswith("cuda") else "chain"
@@ -525,7 +525,7 @@ class GenerateConfig(Options):
         parse_biases(self.logit_bias)
         parse_ids(self.allowed_token_ids)
         fault = "penalties and logit_bias are in the folder drafts/, which is not here; restore it"
-        require(not self.sampling.rescores or has_extras(), fault)
+        require(not self.sampling.rescores or has_drafts(), fault)
 
     def check_acceptance(self) -> None:
         """Check that the rule of acceptance allows these parameters of sampling.
@@ -570,7 +570,7 @@ class GenerateConfig(Options):
         }
         for flag, needed in in_extras.items():
             fault = f"{flag} is in the folder drafts/, which is not here; restore it, or drop that"
-            require(not needed or has_extras(), fault)
+            require(not needed or has_drafts(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 
