@@ -35,7 +35,11 @@ from files.io import (
     is_gguf,
     is_model_name,
 )
-from options import FORMAT_NAMES, PREFIX, ROOT, Options, option, require
+from options import DEMO as DEMO
+from options import FORMAT_NAMES as FORMAT_NAMES
+from options import PREFIX, Options, require
+from options import ROOT as ROOT
+from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
 from run.option_rules import (
     CHAT,
