@@ -241,13 +241,13 @@ def test_what_one_edits_is_what_runs(monkeypatch):
     def edited(*inputs):
         raise RuntimeError("Layer.forward was edited")
 
-    for options in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
+    for own in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
         with monkeypatch.context() as patch:
             patch.setattr(model.Layer, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
                 generate.generate(
                     generate.load(
-                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **options
+                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **own
                     ),
                     [[5]],
                 )
