@@ -10,9 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+from files.head_kinds import MTP as MTP
 from options import added, load_part, present, require
-
-MTP = "mtp"  # its head is a layer of the checkpoint
 
 
 class DraftMethodSpec(NamedTuple):

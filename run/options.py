@@ -27,8 +27,8 @@ from draft_tree import (
     parse_tree,
     read_tree,
 )
+from files.io import DEFAULT as DEFAULT
 from files.io import (
-    cache_folder,
     can_name_file,
     check_directory,
     check_outputs,
@@ -37,8 +37,8 @@ from files.io import (
 )
 from options import DEMO as DEMO
 from options import FORMAT_NAMES as FORMAT_NAMES
-from options import PREFIX, Options, require
 from options import ROOT as ROOT
+from options import Options, require
 from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
 from run.option_rules import (
@@ -70,9 +70,6 @@ from run.tree_paths import MEDUSA_PATHS
 if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
-# files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
-FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
-DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
