@@ -3,4 +3,9 @@
 NEEDS = ("files",)
 ADDS = {
     "program": {"generate": "run.start:main"},
+    "library": {
+        "load": "run.load:load",
+        "generate": "run.generate:generate",
+        "stream": "run.generate:stream",
+    },
 }
