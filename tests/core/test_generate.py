@@ -244,7 +244,6 @@ def test_python_interface():
         (stream, PROMPT, {"num_samples": 2}, r"use generate\(\) for num_samples"),
         (stream, PROMPT, {"quant": "int8"}, "quant cannot change after load"),
         (stream, PROMPT, {"temperature": -1}, "--temperature must be"),
-        (stream, PROMPT, {"seed": 3}, "seed has no effect at temperature 0; set temperature"),
         (generate, [PROMPT], {"top_p": [0.5]}, "top_p has no effect at temperature 0"),
         (generate, [PROMPT], {"num_samples": 2}, "num_samples has no effect at temperature 0"),
         (generate, [PROMPT], {"dry_base": 2}, "dry_base belongs to DRY; set dry_multiplier"),
