@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from decode import Engine
+from decode import CycleResult
 from draft_tree import DrafterUpdate
 from drafts.deferred import RestingDrafter
+from run.engine import Engine
 from run.methods import known_drafters
-from run.observer import CycleResult, Observer, View
+from run.observer import Observer, View
 
 
 def source_of(engine: Engine, preset: int) -> str:

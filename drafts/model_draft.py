@@ -36,6 +36,7 @@ from files.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from options import log_note, require
+from run.observer import PresetMethod
 from run.options import GenerateConfig
 from runtime import replace_fields
 
@@ -88,9 +89,8 @@ class ModelDrafter(TreeDrafter):
         """Return the way to draft: past the draft model's own context, no tree is drafted."""
         if self.reach is None:
             return super().method()
-        return DraftMethod(
-            (RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach)
-        )
+        policy = PresetPolicy(reach=self.reach)
+        return PresetMethod((RootOnly(), self), self.resolved_options(), policy=policy)
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend; the model's dtype may be another than the target's."""

@@ -40,14 +40,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from decode import PREFILL_CHUNK, Engine, build_cycles, prefill_chunk
+from decode import PREFILL_CHUNK, Buffers, build_cycles, prefill_chunk, run_step
 from files.chat import PROBE
 from files.checkpoint import saved_quantization
 from files.config import read_raw
 from files.io import is_gguf, read_jsonl
+from run.engine import Engine
 from run.generate import load, text_of
 from run.options import DEFAULT, ROOT, GenerateConfig
-from run.session import Buffers, run_step
 from runtime import copy_into
 from sampling import SamplingMode
 from scripts.bench.measure import repeated
@@ -504,7 +504,7 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    unused = engine.cycles.buffers
+    unused = engine.cycles.free
     buffers = unused.pop() if unused else Buffers(engine)
     state = buffers.state
     live = len(prompts)

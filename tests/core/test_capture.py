@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.triton.backend
 import reference
-from decode import build_cycles
+from decode import REPORT, CycleResult, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.auto_trees import with_smaller_trees
@@ -38,9 +38,8 @@ from helpers import (
 )
 from model import ModelConfig, Transformer
 from reference import pack_report, with_times
-from run.load import warm_up
-from run.observer import REPORT, CycleResult
 from run.session import Session
+from run.warm_up import warm_up
 from runtime import Replay, compiled, copy_into, set_cuda_device, tensors_of
 from sampling import SamplingMode
 
@@ -106,7 +105,7 @@ def test_buffers_stay_where_they_are():
     assert len(set(addresses)) == len(addresses), "every buffer is its own"
     history, other = first.history, Session(engine, [(0, 0)])
     assert other.buffers is not work, "two sessions never share"
-    del first
+    first.close()
     again = Session(engine, [(0, 0)])
     assert again.buffers is work
     list(again.decode_turn([PROMPT]))
@@ -298,19 +297,21 @@ def test_a_gpu_that_is_too_old(monkeypatch):
 def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, compile):
     """On CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
     if compile:
-        monkeypatch.setattr("run.load.why_not_compiled", lambda device: "no gcc")
+        monkeypatch.setattr("run.warm_up.why_not_compiled", lambda device: "no gcc")
     else:
         monkeypatch.setattr(
-            "run.load.why_not_compiled", lambda device: pytest.fail("it was probed")
+            "run.warm_up.why_not_compiled", lambda device: pytest.fail("it was probed")
         )
     engine = sized_engine(1.0)
     want = decode(engine, PROMPT).history
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
         patch.setattr("decode.compiled", lambda step: step)
+        patch.setattr("decode.Engine.on_cuda", True)
         config = replace(engine.config, device="cuda", compile=compile)
         asked = build_cycles(replace(engine, config=config))
     if not compile:
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
+    monkeypatch.setattr("decode.Engine.on_cuda", True)
     warm = warm_up(asked)
     assert warm.captured and warm.option("compile") is None and not warm.cycles.compiled
     assert asked.cycles.compiled == bool(compile)
@@ -319,16 +320,16 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
     assert capsys.readouterr().err.splitlines() == ([note] if compile else [])
 
 
-def test_with_compile_false_no_cycle_is_captured():
+def test_with_compile_false_no_cycle_is_captured(monkeypatch):
     engine = sized_engine(1.0)
+    monkeypatch.setattr("decode.Engine.on_cuda", True)
     config = replace(engine.config, device="cuda", compile=False)
     assert not build_cycles(replace(engine, config=config)).captured
 
 
-def test_a_step_that_is_not_to_be_captured(monkeypatch, fake_graphs):
-    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "0")
+def test_a_step_that_is_not_to_be_captured(fake_graphs):
     runs = []
-    replay = Replay(lambda: runs.append(1), torch.device("cuda"))
+    replay = Replay(lambda: runs.append(1), torch.device("cuda"), captures=False)
     for _ in range(5):
         replay()
     assert len(runs) == 5 and not fake_graphs and replay.graph is None

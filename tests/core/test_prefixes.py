@@ -9,9 +9,9 @@ import pytest
 import torch
 from test_lossless import assert_same, make
 
-import run.session as host
-from decode import Engine
+import decode as loop
 from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, record, slow
+from run.engine import Engine
 from run.generate import load
 from run.options import DEMO, Sampling
 from run.session import Session
@@ -135,7 +135,7 @@ def test_the_drafters_state_is_copied_too(drafter):
 
 def test_the_shared_part_is_read_once(monkeypatch):
     session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    chunks = record(monkeypatch, host, "prefill_chunk")
+    chunks = record(monkeypatch, loop, "prefill_chunk")
     decode(session, 0, FIRST, Sampling())
     assert [call.args[5] for call in chunks] == [256, len(FIRST) - 256]
     del chunks[:]

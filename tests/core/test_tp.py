@@ -23,7 +23,6 @@ from test_quantized_files import write_random_model as write_of_others
 
 import decode
 from backends.backends import TORCH
-from decode import Engine
 from files.checkpoint import Codes, Quantization, scale_name
 from files.config import config_from, open_source
 from files.weights import export_weights, load_model, weight_names
@@ -31,11 +30,12 @@ from helpers import GOLDEN, PROMPTS
 from model import Transformer
 from quantize import quantize_directory
 from run import generate, ranks, stats, tp
-from run.options import DEMO, GenerateConfig
+from run.engine import Engine
+from run.options import DEMO, GenerateConfig, Sampling
 from run.parsing import one_line_errors
 from run.rank import Rank
 from run.tp import ShardedFiles
-from sampling import Sampling, SamplingMode, SamplingTensors
+from sampling import SamplingMode, SamplingTensors
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parents[1]

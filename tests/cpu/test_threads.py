@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from backends.library import has_cpu_operators, single_torch_thread
+from decode import run_step
 from drafts.residual import residual_accept
 from run.generate import generate, load
-from run.session import run_step
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
