@@ -10,12 +10,9 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the confirmed tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
-host. With --compile its steps are compiled first (`fullgraph=True`).
-
-A `Loop` decodes B sequences: `admit` gives one a prompt, and every `step` launches a cycle, reads
-the report of an earlier one, on CUDA one cycle late, and runs a chunk of the prompts. An output is
-a function of (weights, prompt, its parameters, seed) alone, whatever the other sequences do.
+drafter and each mode of sampling. A `Loop` decodes B sequences: every `step` launches a cycle,
+reads the report of an earlier one, on CUDA one cycle late, and runs a chunk of the prompts. An
+output is a function of (weights, prompt, its parameters, seed) alone.
 Trade-off: prefill is not compiled, as matmuls take its time. Not here: compiling and capturing
 (runtime.py); requests, texts, guides, observers (run/session.py, which extends `Loop`).
 """
@@ -33,7 +30,6 @@ from torch import Tensor
 
 import sampling
 from backends.backends import choose, use_backend
-from backends.library import single_torch_thread
 from draft_tree import Accepted, DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
 from kv_cache import KVCache, Window, causal_window
@@ -47,7 +43,6 @@ from runtime import (
     copy_into,
     replace_fields,
     sequence_of,
-    sequences_of,
 )
 from sampling import SamplingMode, SamplingTensors, Shaping
 
@@ -160,25 +155,19 @@ class Engine:
 
     def sampling_tensors(self, each: Sequence[Sampling], seed: int) -> SamplingTensors:
         """Make the parameters of B sequences, all of one seed, as samples 0 of prompts 0."""
-        tensors = SamplingTensors.from_params(each, self.device, seed)
-        if self.shaping is None:
-            return tensors
-        return replace_fields(tensors, shaped=self.shaping.rows(each))
+        return SamplingTensors.from_params(each, self.device, seed, self.shaping)
 
-    @property
-    def has_parts(self) -> bool:
-        """Return whether a cycle may run a part of the sequences. CUDA's kernels know no parts."""
-        return self.device.type == "cpu" and not self.captured
+    def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
+        """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
 
-    def rows(self, live: Sequence[bool]) -> range:
-        """Return the sequences that the next cycle runs: from the first that decodes to the last.
-
-        Where a cycle runs all, they are all. Where none decodes, a cycle will run one.
+        key: tells steps apart, in `Buffers.replays`; None: the step is not captured
+        body: holds no loop, as the buffers keep it; returns the same tensors every time
         """
-        if not self.has_parts:
-            return range(len(live))
-        decoding = [seq for seq, decodes in enumerate(live) if decodes]
-        return range(decoding[0], decoding[-1] + 1) if decoding else range(1)
+        if key is None or not self.captured:
+            return body()
+        if key not in buffers.replays:
+            buffers.replays[key] = Replay(body, self.device, buffers.scratch, self.captures)
+        return buffers.replays[key]()
 
 
 def build_cycles(engine: Engine) -> Engine:
@@ -435,16 +424,14 @@ def prefill_chunk(
 
 
 class CycleResult:
-    """A cycle that the host has launched, and its report, once `read`."""
+    """A cycle that was launched, and once it is read its report, in lists by sequence."""
 
-    # per sequence up to the last that ran, once read; those before the first that ran are empty:
     emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
     count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
     length: list[int]  # accepted nodes
-    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
-    done: list[int]
+    done: list[int]  # 1: the sequence is finished; 2, 3: numbers on the path are not finite
     pos: list[int]  # index of the root that was verified
-    times: dict[str, int]  # of all: ns before, between and after the steps, by `TIMES`
+    times: dict[str, int]  # before, between and after the steps (ns), by `TIMES`
     seconds: float  # of the cycle
     live: list[int]  # the sequences that decoded
     taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
@@ -453,40 +440,36 @@ class CycleResult:
         self,
         report: Tensor,
         preset: int,
-        began: float,
-        further: Sequence[tuple[Tensor, ...]] = (),
-        rows: range | None = None,
+        launched_s: float,
+        update: DrafterUpdate | None = None,
+        first: int = 0,
     ):
-        """Begin to copy the report.
+        """Begin to copy the report, [B, D+9] int64: D+1 tokens, the columns REPORT and TIMES.
 
-        report: [B, D+9] int64, D+1 decided tokens, then the columns `REPORT` and `TIMES`
-        preset: the one that ran; began: the host's clock (s)
-        further: groups of tensors that are read with it
-        rows: the sequences that ran; None: all
+        launched_s: the host's clock; update: what the drafter has read
+        first: the first sequence that ran; those before it have zeros
         """
         self.preset = preset
-        self.rows = range(len(report)) if rows is None else rows
-        self.began = began
-        self.sizes = list(map(len, further))
-        self.copy = HostCopy(report, *(tensor for group in further for tensor in group))
+        self.launched_s = launched_s
+        self.update = update
+        self.first = first
+        self.copy = HostCopy(report)
 
     def read(self, by_device: bool = False) -> CycleResult:
-        """Wait for the copy, and set the fields.
+        """Wait for the copy. by_device: the device's clock tells the time, as the host runs ahead.
 
-        by_device: take the cycle's time from the device's clock, because the host runs ahead
+        Writes: the fields.
         """
-        report, *rest = self.copy.read()
-        self.further = [[rest.pop(0) for _ in range(size)] for size in self.sizes]
-        columns = (*REPORT, *TIMES)
-        width = len(report[0]) - len(columns)  # D+1
-        self.emitted = [[0] * width] * self.rows.start + [row[:width] for row in report]
-        facts = dict(zip(columns, zip(*(row[width:] for row in report)), strict=True))
-        for name in REPORT:
-            setattr(self, name, [0] * self.rows.start + list(facts[name]))
-        self.times = {name: facts[name][0] for name in TIMES}
+        (report,) = self.copy.read()
+        width = len(report[0]) - len(REPORT) - len(TIMES)  # D+1
+        self.times = dict(zip(TIMES, report[0][width + len(REPORT) :], strict=True))
+        report = [[0] * len(report[0])] * self.first + report
+        self.emitted = [row[:width] for row in report]
+        for column, name in enumerate(REPORT, width):
+            setattr(self, name, [row[column] for row in report])
         self.seconds = (self.times["ended"] - self.times["began"]) / 1e9
         if not (by_device and self.seconds):
-            self.seconds = time.perf_counter() - self.began
+            self.seconds = time.perf_counter() - self.launched_s
         return self
 
 
@@ -496,87 +479,49 @@ class Buffers:
     def __init__(self, engine: Engine):
         batch = engine.batch_size
         weight = engine.target.norm.weight
-        device = weight.device
         config = engine.target.config
-        room = (batch, engine.slots, engine.kv_dtype, str(device))
+        room = (batch, engine.slots, engine.kv_dtype, str(weight.device))
         self.cache = KVCache.empty(config, *room, engine.nodes)
-        number = torch.zeros(batch, dtype=torch.long, device=device)
-        self.state = DecodeState(
-            tokens=torch.zeros(batch, engine.context + 1, dtype=torch.long, device=device),
-            pos=number,
-            draws=number.clone(),
-            done=number == 0,
-            limit=number.clone(),
-            sampling=engine.sampling_tensors([engine.sampling] * batch, 0),
-            drafter_state=engine.drafter.init(batch, engine.slots),
-        )
-        self.start = number[:1].clone()  # of a prefill chunk
+        pos = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        tokens = pos.new_zeros(batch, engine.context + 1)
+        params = engine.sampling_tensors([engine.sampling] * batch, 0)
+        drafter_state = engine.drafter.init(batch, engine.slots)
+        numbers = (pos, pos.clone(), pos == 0, pos.clone())
+        self.state = DecodeState(tokens, *numbers, params, drafter_state)
+        self.start = pos[:1].clone()  # of a prefill chunk
         # [B, 1, F], the features that each root was chosen from
         self.root_features = weight.new_zeros(batch, 1, config.dim)
-        # views of some sequences: the state that they belong to, of the cache, of the state
-        self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
-        self.replays: dict[Any, Replay] = {}  # of cycles by mode and preset; of other steps
+        self.replays: dict[Hashable, Replay] = {}  # of cycles by mode and preset; of other steps
         self.scratch: dict[str, Any] = {}  # memory that captured prefills share
 
-    def part(self, rows: range) -> tuple[KVCache, DecodeState]:
-        """Return the cache and the state of some sequences: views, or of all the buffers."""
-        if len(rows) == len(self.state.pos):
-            return self.cache, self.state
-        if rows not in self.parts or self.parts[rows][0] is not self.state:
-            views = sequences_of(self.cache, rows), sequences_of(self.state, rows)
-            self.parts[rows] = (self.state, *views)
-        return self.parts[rows][1:]
-
-    def reset(self, engine: Engine, sampling: SamplingTensors) -> None:
+    def reset(self, engine: Engine, params: SamplingTensors) -> None:
         """Make every sequence idle and empty. Writes: the state in place."""
-        zeros = torch.zeros_like(self.state.pos)
-        self.state.tokens.zero_()
-        drafter_state = engine.drafter.rewind(self.state.drafter_state, zeros)
-        done = zeros == 0
-        tokens = self.state.tokens
-        empty = DecodeState(tokens, zeros, zeros, done, zeros, sampling, drafter_state)
-        copy_into(self.state, empty)
-
-
-def run_step(engine: Engine, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
-    """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
-
-    key: tells steps apart, in `Buffers.replays`; None: the step is not captured
-    body: holds no loop, since the buffers keep it; a captured one returns the same tensors every
-        time, and writes the state in place
-    """
-    if key is None or not engine.captured:
-        with single_torch_thread(engine.target.fused is not None):
-            return body()
-    if key not in buffers.replays:
-        captures = (buffers.scratch, engine.captures)
-        buffers.replays[key] = Replay(body, engine.device, *captures)
-    return buffers.replays[key]()
+        state = self.state
+        for numbers in (state.tokens, state.pos, state.draws, state.limit):
+            numbers.zero_()
+        state.done.fill_(True)
+        copy_into(state.sampling, params)
+        copy_into(state.drafter_state, engine.drafter.rewind(state.drafter_state, state.pos))
 
 
 class Loop:
     """B sequences over one cache, each a conversation. Cached tokens stay until overwritten.
 
-    `pick_preset` runs before every step, `after_cycle` behind every cycle and `finished` when a
-    turn ends. A subclass may do more in them, and in `pick_cycle`, `further`, `accept_tokens`,
-    `root_mask`, `after_prompt` and `broken`.
+    Its last methods are for subclasses: `pick_preset` runs before every step, `after_cycle` behind
+    every cycle, `finished` when a turn ends.
     """
 
-    def __init__(self, engine: Engine, host_lag: int | None = None):
-        """Take buffers of a loop that was closed, or make them.
-
-        host_lag: cycles that may stay unread while the host goes on; default 1 on CUDA, 0 elsewhere
-        """
-        batch = engine.batch_size
+    def __init__(self, engine: Engine):
+        """Take buffers of a loop that was closed, or make them."""
         self.engine = engine
         self.buffers = engine.cycles.free.pop() if engine.cycles.free else Buffers(engine)
-        self.host_lag = int(engine.device.type == "cuda") if host_lag is None else host_lag
-        self.sampling = [engine.sampling] * batch
+        self.host_lag = int(engine.on_cuda)  # cycles that may stay unread while the host goes on
+        self.sampling = [engine.sampling] * engine.batch_size
         self.buffers.reset(engine, engine.sampling_tensors(self.sampling, engine.seed))
         # every token of a sequence, prompt and roots included; during prefill, the cached part
-        self.history: list[list[int]] = [[] for _ in range(batch)]
+        self.history: list[list[int]] = [[] for _ in self.sampling]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
-        self.live = [False] * batch  # sequences that decode
+        self.live = [False] * engine.batch_size  # sequences that decode
         self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
 
     def close(self) -> None:
@@ -604,36 +549,29 @@ class Loop:
         prompt: list[int],
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
+        begin: int = 0,
     ) -> None:
-        """Start a turn of a sequence, beside the others.
+        """Start a turn: the following `step` calls read its prompt in chunks, then decode it.
 
-        The following `step` calls read its prompt in chunks, then decode it.
-        prompt: the conversation so far, below `engine.context` tokens; the cached part is kept
+        prompt: the conversation so far, below `engine.context` tokens
         noise_id: (prompt, sample), the key of the noise of a new conversation; None: the sequence's
             own noise goes on, and its draws
-        max_new_tokens: 0: the engine's
+        max_new_tokens: 0: the engine's; begin: tokens of the prompt that stay cached
         """
         self.release(seq)
         state = self.state
         length = len(prompt)
-        # the head pairs the last common feature with the next token: one token is run again
-        begin = self.buffers.cache.resume(seq, max(self.cached(seq, prompt) - 1, 0))
         self.history[seq] = prompt[:begin]
         self.prefilling[seq] = prompt
         state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
         state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
         limit = length + (max_new_tokens or self.engine.max_new_tokens)
         state.limit[seq] = min(limit, self.engine.context) - 1
-        drafter_state = sequence_of(state.drafter_state, seq)
-        cached = torch.full_like(state.pos[:1], begin)
-        copy_into(drafter_state, self.engine.drafter.rewind(drafter_state, cached))
+        own = sequence_of(state.drafter_state, seq)
+        copy_into(own, self.engine.drafter.rewind(own, torch.full_like(state.pos[:1], begin)))
         if noise_id is not None:
             state.sampling.prompt[seq], state.sampling.sample[seq] = noise_id
             state.draws[seq] = 0
-
-    def cached(self, seq: int, prompt: list[int]) -> int:
-        """Count the tokens of a prompt that a sequence has cached, from the first on."""
-        return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
 
     def release(self, seq: int) -> None:
         """End a sequence's turn, if it has one."""
@@ -672,12 +610,10 @@ class Loop:
     def _launch(self, preset: int) -> CycleResult:
         """Launch a cycle of a preset."""
         began = time.perf_counter()
-        engine = self.engine
         buffers = self.buffers
-        rows = engine.rows(self.live) if any(self.live) else range(len(self.live))
-        cycle, key = self.pick_cycle(preset, rows)
-        cache, state = buffers.part(rows)
-        in_place = engine.captured or state is not buffers.state
+        first, cache, state = self.part()
+        cycle, key = self.pick_cycle(preset)
+        in_place = self.engine.captured or state is not buffers.state
 
         def body() -> tuple[DrafterUpdate, Tensor]:
             new, *outcome = cycle(cache, state)
@@ -687,8 +623,8 @@ class Loop:
                 buffers.state = new
             return outcome
 
-        update, report = run_step(engine, buffers, key, body)
-        return CycleResult(report, preset, began, self.further(update), rows)
+        update, report = self.engine.run_step(buffers, key, body)
+        return CycleResult(report, preset, began, update, first)
 
     def _read(self, result: CycleResult, new: list[list[int]]) -> None:
         """Read a cycle. Writes: its tokens, to `new`; live."""
@@ -714,67 +650,55 @@ class Loop:
             while left > 0 and seq in self.prefilling:
                 begin = len(self.history[seq])
                 chunk = prompt[begin : begin + PREFILL_CHUNK]
-                # the last chunk alone decides a token
-                ends = begin + len(chunk) == len(prompt)
-                self._read_chunk(seq, begin, len(chunk), self.root_mask(seq) if ends else None)
+                self._read_chunk(seq, begin, len(chunk))
                 self.history[seq] += chunk
                 left -= len(chunk)
                 # waits for the chunk, so that its time counts as prefill
                 root = int(self.state.tokens[seq, len(prompt)])
-                if ends:
-                    self.buffers.cache.keep_states(seq)
-                    if self.after_prompt(seq, root):
-                        self.live[seq] = not self.state.done[seq]
-                        del self.prefilling[seq]
-                        new[seq] = self.accept_tokens(seq, [root])
+                if len(self.history[seq]) == len(prompt) and self.after_prompt(seq, root):
+                    self.live[seq] = not self.state.done[seq]
+                    del self.prefilling[seq]
+                    new[seq] = self.accept_tokens(seq, [root])
 
-    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
+    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None = None) -> None:
         """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
-        engine = self.engine
         buffers = self.buffers
-        if allowed is None and engine.captured:  # without a graph the host is slower than a GPU
+        if allowed is None and self.engine.captured:  # without a graph the host is slower
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         buffers.start.fill_(start)
         preset = self.pick_preset(reads_prompt=True)
         mode = SamplingMode.needed_by(self.sampling[seq])
-        own = replace(engine, presets=(engine.presets[preset],))
+        own = replace(self.engine, presets=(self.engine.presets[preset],))
 
         def body() -> None:
             state = sequence_of(buffers.state, seq)
             cache = sequence_of(buffers.cache, seq)
-            inputs = (own, cache, state, mode, buffers.start, width, allowed)
-            new, features = prefill_chunk(*inputs)
+            new, features = prefill_chunk(own, cache, state, mode, buffers.start, width, allowed)
             copy_into(state, new)
             buffers.root_features[seq].copy_(features[0, :, : buffers.root_features.shape[2]])
 
         key = ("prefill", width, seq, preset, mode) if allowed is None else None
-        run_step(engine, buffers, key, body)
-
-    # ------------------------------------------------------------------- what a subclass may change
+        self.engine.run_step(buffers, key, body)
 
     def pick_preset(self, reads_prompt: bool = False) -> int:
         """Pick the preset of the next cycle, or of the next chunk of a prompt: the largest tree."""
         return len(self.engine.presets) - 1
 
-    def pick_cycle(self, preset: int, rows: range) -> tuple[Callable, Hashable]:
-        """Return the cycle that some sequences run, and its key in `Buffers.replays`."""
-        mode = self.mode
-        return self.engine.cycles.by_mode[mode][preset], (mode, preset)
+    def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
+        """Return the next cycle, and its key in `Buffers.replays`."""
+        return self.engine.cycles.by_mode[self.mode][preset], (self.mode, preset)
+
+    def part(self) -> tuple[int, KVCache, DecodeState]:
+        """Return the first sequence that the next cycle runs, and the cache and state of all."""
+        return 0, self.buffers.cache, self.state
 
     def waits_for_tokens(self) -> bool:
         """Return whether a cycle cannot be launched before all tokens are read."""
         return False
 
-    def further(self, update: DrafterUpdate) -> Sequence[tuple[Tensor, ...]]:
-        """Return groups of tensors that the host shall read with the report of a cycle."""
-        return ()
-
     def accept_tokens(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the text gets; where some are missing, it has ended."""
         return tokens
-
-    def root_mask(self, seq: int) -> Tensor | None:
-        """Return the tokens that may follow a prompt, [1, 1, V] bool; None: all."""
 
     def after_prompt(self, seq: int, root: int) -> bool:
         """Learn from a prompt that is read. Returns: whether its sequence decodes."""
@@ -789,11 +713,3 @@ class Loop:
     def broken(self, seq: int) -> None:
         """End a sequence whose numbers are not finite."""
         raise ValueError("the model's numbers are not finite; use another --dtype or checkpoint")
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Count the leading tokens that two sequences share."""
-    for i, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

@@ -195,7 +195,7 @@ class HostCopy:
         # pinned on CUDA, from blocks that the allocator reuses as soon as their copies are done
         self.host = [x.to("cpu", non_blocking=True) for x in tensors]
         self.arrived = None
-        if tensors[0].is_cuda:
+        if tensors and tensors[0].is_cuda:
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 

@@ -121,7 +121,10 @@ class SamplingTensors(NamedTuple):
 
     @staticmethod
     def from_params(
-        each: Sequence[Sampling], device: torch.device | str = "cpu", seed: int = 0
+        each: Sequence[Sampling],
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        shaping: Shaping | None = None,
     ) -> SamplingTensors:
         """Make the tensors of B sequences, all of one seed, as samples 0 of prompts 0."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
@@ -140,6 +143,7 @@ class SamplingTensors(NamedTuple):
             torch.tensor([s.top_k for s in own], device=device),
             numbers(max(s.top_p, LEAST_TOP_P) for s in own),
             numbers(math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own),
+            () if shaping is None else shaping.rows(each),
         )
 
     def needed(self, mode: SamplingMode, shaping: Shaping | None = None) -> SamplingTensors | None:

@@ -137,7 +137,7 @@ def nodes_of(columns: list[list], seq: int, result: CycleResult) -> Nodes:
 
     columns: of the cycle's sequences, tokens, parents, whether a node is valid, the accepted path
     """
-    row = seq - result.rows.start
+    row = seq - result.first
     tokens, parents, valid, path = (column[row] for column in columns)
     length = result.length[seq]
     accepted = path[: length + 1]

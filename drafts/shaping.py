@@ -136,6 +136,5 @@ def shaped_rule(
 
     draws: [B, N] int64
     """
-    rule = SamplingTensors.from_params(each, device, seed)
-    rule = replace_fields(rule, shaped=Shaping(device).rows(each))
+    rule = SamplingTensors.from_params(each, device, seed, Shaping(device))
     return replace_fields(rule, shaping=NodeShaping(xtc_at(rule, draws)))

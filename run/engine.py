@@ -6,12 +6,15 @@ Not here: loading one (run/load.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import decode
+from backends.library import single_torch_thread
+from decode import Buffers
 from drafters import DraftMethod
 from options import require
 from run.guides import GuideSource
@@ -49,6 +52,26 @@ class Engine(decode.Engine):
     @property
     def kv_dtype(self) -> torch.dtype:
         return cache_dtype(self.config, super().kv_dtype)
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether a cycle may run a part of the sequences. CUDA's kernels know no parts."""
+        return self.device.type == "cpu" and not self.captured
+
+    def rows(self, live: Sequence[bool]) -> range:
+        """Return the sequences that the next cycle runs: from the first that decodes to the last.
+
+        Where a cycle runs all, they are all. Where none decodes, a cycle will run one.
+        """
+        if not self.has_parts:
+            return range(len(live))
+        decoding = [seq for seq, decodes in enumerate(live) if decodes]
+        return range(decoding[0], decoding[-1] + 1) if decoding else range(1)
+
+    def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
+        """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
+        with single_torch_thread(self.target.fused is not None and not self.captured):
+            return super().run_step(buffers, key, body)
 
     def option(self, name: str) -> Any:
         """Return the value of an option: as loading chose it, else as the user asked."""

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-from decode import PREFILL_CHUNK, common_prefix
+from decode import PREFILL_CHUNK
 from files.thinking import hidden_tags
 from files.tokenizer import StopMatcher, StreamDecoder
 from run.engine import Engine
 from run.guides import GuideSource
 from run.options import Sampling
-from run.session import Session
+from run.session import Session, common_prefix
 from run.stats import Stats
 from run.tree_paths import ANY_TREE, DraftLimit
 

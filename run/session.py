@@ -19,16 +19,25 @@ from typing import Any
 
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Loop, run_step
+from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Loop
 from draft_tree import DrafterUpdate
 from files.not_finite import is_finite, reason
+from kv_cache import KVCache
 from run.engine import Engine
 from run.guides import Guide, GuideSource
 from run.observer import Observer, View
 from run.options import Sampling
 from run.stats import Stats, sequence_memory, trace_row
 from run.tree_paths import ANY_TREE, DraftLimit
-from runtime import copy_into, copy_sequence, prefix_of, replace_fields, sequence_of
+from runtime import (
+    HostCopy,
+    copy_into,
+    copy_sequence,
+    prefix_of,
+    replace_fields,
+    sequence_of,
+    sequences_of,
+)
 from sampling import SamplingMode
 
 
@@ -62,12 +71,16 @@ class Session(Loop):
 
         noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
             (0, 0) for further sequences
-        host_lag: as of `Loop`
+        host_lag: cycles that may stay unread while the host goes on; default: 1 on CUDA, else 0
         Raises: ValueError when memory does not suffice.
         """
         if not engine.cycles.free:
             sequence_memory(engine)
-        super().__init__(engine, host_lag)
+        super().__init__(engine)
+        if host_lag is not None:
+            self.host_lag = host_lag
+        # views of some sequences: the state that they belong to, of the cache, of the state
+        self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
         batch = engine.batch_size
         assert len(noise_ids) <= batch, (noise_ids, batch)
         key = self.state.sampling
@@ -100,7 +113,7 @@ class Session(Loop):
             return buffers.state.drafter_state
 
         def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
-            return run_step(engine, buffers, key, lambda: body(buffers.state))
+            return engine.run_step(buffers, key, lambda: body(buffers.state))
 
         return View(engine, self.history, self.live, self.draft_limits, drafter_state, run)
 
@@ -109,6 +122,10 @@ class Session(Loop):
         read = sum(len(self.history[seq]) for seq in self.prefilling)
         of_all = sum(map(len, self.prefilling.values()))
         return f"[reading: {read} of {of_all} tokens]" if of_all else ""
+
+    def cached(self, seq: int, prompt: list[int]) -> int:
+        """Count the tokens of a prompt that a sequence has cached, from the first on."""
+        return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
 
     def prefix(self, seq: int, count: int) -> list[Tensor]:
         """Return everything that is cached of a sequence's first tokens, as views."""
@@ -175,7 +192,9 @@ class Session(Loop):
             self.history[seq] = self.history[source][: shared + 1]
             both = (self.buffers.cache, self.state.drafter_state)
             copy_sequence(both, source, seq, shared)
-        super().admit(seq, prompt, noise_id, max_new_tokens)
+        # the head pairs the last common feature with the next token: one token is run again
+        begin = self.buffers.cache.resume(seq, max(self.cached(seq, prompt) - 1, 0))
+        super().admit(seq, prompt, noise_id, max_new_tokens, begin)
 
     def truncate(self, seq: int, count: int) -> None:
         """End a sequence's turn, and drop the last `count` of the tokens that `step` returned.
@@ -225,10 +244,27 @@ class Session(Loop):
         """Return whether any sequence that decodes has a guide, which must read every token."""
         return any(guide and decodes for guide, decodes in zip(self.guides, self.live))
 
-    def pick_cycle(self, preset: int, rows: range) -> tuple[Callable, Hashable]:
+    @property
+    def rows(self) -> range:
+        """The sequences that the next cycle runs."""
+        return self.view.rows if any(self.live) else range(len(self.live))
+
+    def part(self) -> tuple[int, KVCache, DecodeState]:
+        """Return the sequences from the first that decodes to the last, as views where possible."""
+        rows = self.rows
+        if len(rows) == len(self.live):
+            return super().part()
+        known = self.parts.get(rows)
+        if known is None or known[0] is not self.state:
+            views = sequences_of(self.buffers.cache, rows), sequences_of(self.state, rows)
+            known = self.parts[rows] = (self.state, *views)
+        return rows.start, *known[1:]
+
+    def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
         """Return the cycle of a preset; one under guides is not captured: the host makes masks."""
         if not self.waits_for_tokens():
-            return super().pick_cycle(preset, rows)
+            return super().pick_cycle(preset)
+        rows = self.rows
         live = self.live[rows.start : rows.stop]
         guides = self.guides[rows.start : rows.stop]
         guides = [guide if decodes else None for guide, decodes in zip(guides, live)]
@@ -240,8 +276,12 @@ class Session(Loop):
         cycle.drafter.follow(guides, live)
         return cycle, None
 
-    def further(self, update: DrafterUpdate) -> list[tuple[Tensor, ...]]:
-        return [observer.host_tensors(update, self.view) for observer in self.observers]
+    def _launch(self, preset: int) -> CycleResult:
+        """Launch a cycle, and copy what the observers ask for. Writes: result.further."""
+        result = super()._launch(preset)
+        watch = [observer.host_tensors(result.update, self.view) for observer in self.observers]
+        result.further = [HostCopy(*tensors) for tensors in watch]
+        return result
 
     def accept_tokens(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the sequence's guide allows.
@@ -257,11 +297,16 @@ class Session(Loop):
             self.guide_errors[seq] = guide.fault
         return allowed
 
-    def root_mask(self, seq: int) -> Tensor | None:
+    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None = None) -> None:
         guide = self.guides[seq]
-        return None if guide is None else guide.root_mask(self.engine.device)
+        # the last chunk alone decides a token
+        if guide is not None and start + width == len(self.prefilling[seq]):
+            allowed = guide.root_mask(self.engine.device)
+        super()._read_chunk(seq, start, width, allowed)
 
     def after_prompt(self, seq: int, root: int) -> bool:
+        """Return whether a prompt's numbers are finite. The observers get its root."""
+        self.buffers.cache.keep_states(seq)
         features = self.buffers.root_features[seq : seq + 1]
         if not is_finite(features):
             self.broken(seq)
@@ -280,8 +325,8 @@ class Session(Loop):
         stats.draft_s += drafted / 1e9
         stats.verify_s += (times["verified"] - times["drafted"]) / 1e9
         stats.presets.append((result.preset, result.seconds))
-        for observer, copied in zip(self.observers, result.further):
-            observer.after_cycle(result, copied, self.view)
+        for observer, further in zip(self.observers, result.further):
+            observer.after_cycle(result, further.read(), self.view)
 
     def finished(self, seq: int) -> None:
         for observer in self.observers:
@@ -299,3 +344,11 @@ class Session(Loop):
         # a mask does not hide NaN
         self.buffers.cache.clear(seq, len(tokens) + PREFILL_CHUNK)
         self.nan_sequences[seq] = reason(self.engine.target, tokens)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Count the leading tokens that two sequences share."""
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

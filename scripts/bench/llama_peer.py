@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from decode import common_prefix
 from files.config import open_source, read_config
 from files.weights import weight_names
 from options import log_note
+from run.session import common_prefix
 from scripts import gguf_file
 
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)

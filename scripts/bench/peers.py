@@ -141,11 +141,11 @@ COMMAND = parse(PeersConfig, "peers.py", __doc__) if __name__ == "__main__" else
 import torch
 from tqdm import tqdm
 
-from decode import common_prefix
 from kv_cache import KVCache, causal_window
 from model import DTYPES
 from run.engine import Engine
 from run.generate import encode, load
+from run.session import common_prefix
 from run.stats import peak_memory_bytes
 from runtime import compiled
 from scripts import export_head

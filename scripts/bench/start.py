@@ -50,7 +50,7 @@ class StartConfig:
 # --help and mistakes are answered before the imports below, which take seconds
 COMMAND = parse(StartConfig, "start.py", __doc__) if __name__ == "__main__" else None
 
-from decode import common_prefix
+from run.session import common_prefix
 from scripts.bench.measure import Series, environment
 
 PROMPT = "Write a long story about a lighthouse keeper."

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from decode import PREFILL_CHUNK, Buffers, build_cycles, prefill_chunk, run_step
+from decode import PREFILL_CHUNK, Buffers, build_cycles, prefill_chunk
 from files.chat import PROBE
 from files.checkpoint import saved_quantization
 from files.config import read_raw
@@ -538,7 +538,7 @@ def decoded(
                     state.done.logical_or_(is_looping(state.tokens, state.pos))
                 if int((~state.done).sum()) <= live // TAIL:
                     break
-            run_step(engine, buffers, "answers", run_cycle)
+            engine.run_step(buffers, "answers", run_cycle)
     unused.append(buffers)
     ends = (state.pos[:live] + 1).tolist()
     rows = state.tokens[:live].tolist()

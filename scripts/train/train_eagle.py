@@ -110,7 +110,7 @@ from tqdm import tqdm
 
 from backends.backends import TORCH, use_backend
 from backends.library import lib
-from decode import build_cycles, common_prefix
+from decode import build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleHead, load_head
 from files.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
@@ -120,6 +120,7 @@ from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
 from run.engine import Engine
 from run.scheduler import Request, Scheduler
+from run.session import common_prefix
 from scripts.train import losses as head_training
 from scripts.train import training
 from scripts.train.acceptance import ALPHAS, DraftedChains, chains, evaluate, fit_sharpness
