@@ -108,8 +108,7 @@ class Engine:
     max_new_tokens: int = 128
     sampling: Sampling = Sampling()
     seed: int = 0
-    # True: on CUDA torch.compile and captured graphs, on a CPU whole passes in C++; None: graphs of
-    # steps as they are; False: neither
+    # True: torch.compile and captured graphs, on a CPU whole passes in C++; None: only captured
     compile: bool | None = None
     captures: bool = True  # False: what would be captured runs over the same buffers
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
@@ -212,7 +211,7 @@ def rule_of(
     if rule is None or not rule.shaping:
         return rule
     draws = state.draws[:, None] + tree.depths
-    return replace_fields(rule, shaping=shaping.at_nodes(rule, draws, text, tree))
+    return replace_fields(rule, shaping=rule.shaping.at_nodes(rule, draws, text, tree))
 
 
 # -------------------------------------------------------------------------------------------- cycle
@@ -227,6 +226,7 @@ class Cycle:
         self.backend = engine.target.backend
         self.drafter = drafter
         self.mode = mode
+        # not the engine, which holds its cycles: both would wait for the garbage collector
         self.ends = engine.cycles.ends
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
@@ -246,15 +246,13 @@ class Cycle:
         embed = compiled(self.target.embed)
         fused = self.target.fused_layers
         # by their steps: no guard would tell dense layers and mixtures apart
-        layers = {
-            layer.steps: compiled(run_eagerly)
-            for layer in (fused.segments if fused else self.target.layers)
-        }
+        layers = fused.segments if fused else self.target.layers
+        by_steps = {layer.steps: compiled(run_eagerly) for layer in layers}
 
         def run_part(part: Callable, *inputs: Any) -> Any:
             if part == self.target.embed:
                 return embed(*inputs)
-            return layers[part.steps](part, *inputs)
+            return by_steps[part.steps](part, *inputs)
 
         self.run_part = run_part
         self.in_place = True
@@ -300,10 +298,8 @@ class Cycle:
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         slots, start, positions = self.place(state, tree)
-        window = Window(slots, start, tree.mask)
-        features = self.target(
-            tree.tokens, positions, cache, window, self.run_part, self.aux_layers
-        )
+        seen = (cache, Window(slots, start, tree.mask), self.run_part)
+        features = self.target(tree.tokens, positions, *seen, self.aux_layers)  # [B, N, F]
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,10 +316,7 @@ class Cycle:
         noise: Tensor | None,
         features: Tensor,
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Accept a path, compact. Writes: the cache, state.tokens; the state, if in place.
-
-        features: [B, N, F]
-        """
+        """Accept a path, compact. Writes: the cache, state.tokens; the state, if in place."""
         extra = None
         if self.accept_rule:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
@@ -391,9 +384,8 @@ def prefill_chunk(
     # all but the last, which the next turn of the sequence runs again
     window = replace_fields(window, kept=(count - 1).clamp(min=0))
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
-    features = engine.target(
-        tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers
-    )
+    aux_layers = engine.drafter.aux_layers
+    features = engine.target(tokens, window.slots, cache, window, aux_layers=aux_layers)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
     before = DecodedTokens(state.tokens, (state.pos - 1).clamp(min=0))  # the prompt alone
@@ -403,8 +395,7 @@ def prefill_chunk(
         vocab = engine.target.config.vocab_size
         noise = sampling.gumbel(rule, state.draws, 1, vocab, backend=backend)  # [B, 1, V]
     before_root = features.gather(1, last)  # [B, 1, F]
-    inputs = (engine.target, before_root, rule, noise, draw, allowed)
-    root, _ = engine.pick_tokens(*inputs)  # [B, 1]
+    root, _ = engine.pick_tokens(engine.target, before_root, rule, noise, draw, allowed)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
