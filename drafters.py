@@ -267,26 +267,6 @@ class TreeDrafter(Drafter):
         """
         return self.logits(out)
 
-    def method(self) -> DraftMethod:
-        return DraftMethod((self,), self.resolved_options())
-
-    def resolved_options(self) -> dict[str, Any]:
-        tree = self.tree
-        if isinstance(tree, DynamicTree):
-            options = {"tree": "dynamic", "tree_topk": tree.topk, "tree_size": tree.size}
-        elif tree.width == 1:
-            options = {"tree": "chain", "tree_paths": tree.paths}
-        else:
-            options = {"tree": "static", "tree_paths": tree.paths}
-        if self.vocab.ids is not None:
-            options["draft_vocab"] = self.vocab.drafted
-        if self.graft:
-            options.update(self.graft.resolved_options())
-        options["tree_depth"] = tree.depth
-        options["children"] = self.children
-        options["sharpness"] = self.sharpness
-        return options
-
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Grow a tree: score the frontier's children, pick the next frontier, run it.
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from backends.library import has_triton
 from options import log_note
 
-OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
     # round to bf16 where eager code does, or steps of different sizes give different bits
@@ -40,27 +39,6 @@ OPTIONS = {
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,
 }
-
-
-def set_cuda_device(device: str) -> None:
-    """Select a CUDA device, and let its 16-bit products add partial sums in fp32.
-
-    So a row of a tree rounds as a single token does.
-
-    Raises: ValueError for a GPU that the kernels do not serve.
-    """
-    if device.startswith("cuda"):
-        index = torch.device(device).index or 0
-        level = torch.cuda.get_device_capability(index)
-        if level < OLDEST:
-            raise ValueError(
-                f"--device {device} has compute capability {level[0]}.{level[1]}, and the kernels "
-                f"need {OLDEST[0]}.{OLDEST[1]} or later; use another GPU, or --device cpu"
-            )
-        torch.cuda.set_device(index)
-        products = torch.backends.cuda.matmul
-        products.allow_bf16_reduced_precision_reduction = False
-        products.allow_fp16_reduced_precision_reduction = False
 
 
 class Replay:
@@ -167,25 +145,6 @@ def sequences_of(record: Any, rows: range) -> Any:
 def sequence_of(record: Any, seq: int) -> Any:
     """View one sequence of nested tuples of tensors and caches: [B, ...] -> [1, ...]."""
     return sequences_of(record, range(seq, seq + 1))
-
-
-def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
-    """Copy one sequence of nested tuples of tensors and caches to another.
-
-    slots: of each cache, from the first on
-    Writes: the record.
-    """
-    for to, own in zip(prefix_of(record, seq, slots), prefix_of(record, source, slots)):
-        to.copy_(own)
-
-
-def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
-    """View one sequence of nested tuples of tensors and caches. slots: as for `copy_sequence`"""
-    if hasattr(record, "prefix"):
-        return record.prefix(seq, slots)
-    if isinstance(record, Tensor):
-        return [record[seq]]
-    return [view for part in record or () for view in prefix_of(part, seq, slots)]
 
 
 class HostCopy:

@@ -38,6 +38,7 @@ from model import Transformer
 from options import log_note, require
 from run.observer import PresetMethod
 from run.options import GenerateConfig
+from run.resolved import tree_options
 from runtime import replace_fields
 
 
@@ -90,7 +91,7 @@ class ModelDrafter(TreeDrafter):
         if self.reach is None:
             return super().method()
         policy = PresetPolicy(reach=self.reach)
-        return PresetMethod((RootOnly(), self), self.resolved_options(), policy=policy)
+        return PresetMethod((RootOnly(), self), tree_options(self), policy=policy)
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend; the model's dtype may be another than the target's."""

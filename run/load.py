@@ -30,14 +30,15 @@ from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, require
 from run import ranks
+from run.cuda import set_cuda_device
 from run.engine import Engine, cache_dtype
 from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
 from run.prompts import read_grammar
+from run.resolved import tree_options
 from run.stats import free_bytes, sequence_memory, slot_bytes
 from run.warm_up import warm_up
-from runtime import set_cuda_device
 from sampling import Shaping
 
 if TYPE_CHECKING:
@@ -170,11 +171,12 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
         from files.weights import int4_group
 
         config = replace(config, group_size=int4_group(target))
+    used = method.resolved or tree_options(method.presets[-1])
     return replace(
         engine.with_method(method),
         config=asked,
         accept_rule=accept_rule(asked),
-        resolved=_changes(asked, config) | {"context": engine.context} | method.resolved,
+        resolved=_changes(asked, config) | {"context": engine.context} | used,
     )
 
 

@@ -32,8 +32,6 @@ from run.tree_paths import ANY_TREE, DraftLimit
 from runtime import (
     HostCopy,
     copy_into,
-    copy_sequence,
-    prefix_of,
     replace_fields,
     sequence_of,
     sequences_of,
@@ -344,6 +342,25 @@ class Session(Loop):
         # a mask does not hide NaN
         self.buffers.cache.clear(seq, len(tokens) + PREFILL_CHUNK)
         self.nan_sequences[seq] = reason(self.engine.target, tokens)
+
+
+def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
+    """Copy one sequence of nested tuples of tensors and caches to another.
+
+    slots: of each cache, from the first on
+    Writes: the record.
+    """
+    for to, own in zip(prefix_of(record, seq, slots), prefix_of(record, source, slots)):
+        to.copy_(own)
+
+
+def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
+    """View one sequence of nested tuples of tensors and caches. slots: as for `copy_sequence`"""
+    if hasattr(record, "prefix"):
+        return record.prefix(seq, slots)
+    if isinstance(record, Tensor):
+        return [record[seq]]
+    return [view for part in record or () for view in prefix_of(part, seq, slots)]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

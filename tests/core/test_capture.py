@@ -38,9 +38,10 @@ from helpers import (
 )
 from model import ModelConfig, Transformer
 from reference import pack_report, with_times
+from run.cuda import set_cuda_device
 from run.session import Session
 from run.warm_up import warm_up
-from runtime import Replay, compiled, copy_into, set_cuda_device, tensors_of
+from runtime import Replay, compiled, copy_into, tensors_of
 from sampling import SamplingMode
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]

@@ -14,8 +14,8 @@ from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, r
 from run.engine import Engine
 from run.generate import load
 from run.options import DEMO, Sampling
-from run.session import Session
-from runtime import copy_sequence, tensors_of
+from run.session import Session, copy_sequence
+from runtime import tensors_of
 
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
 SHARED = [(7 * i + i * i) % 97 for i in range(270)]  # more than a prefill chunk
