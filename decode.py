@@ -19,7 +19,6 @@ Trade-off: prefill is not compiled, as matmuls take its time. Not here: compilin
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,18 +82,6 @@ def pick_tokens(
     return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
 
 
-@dataclass(eq=False)
-class Cycles:
-    """The cycles of an engine, and the buffers that captured ones run over."""
-
-    ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
-    captured: bool = False  # they run over fixed buffers; on CUDA as graphs
-    compiled: bool = False  # torch.compile compiles the steps of captured ones
-    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
-    by_mode: tuple[tuple[Callable, ...], ...] = ()
-    free: list[Buffers] = field(default_factory=list)  # of loops that were closed
-
-
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
@@ -115,12 +102,12 @@ class Engine:
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (drafts/residual.py)
     shaping: Shaping | None = None  # further parameters of sampling (drafts/shaping.py)
-    cycles: Cycles = field(default_factory=Cycles)
-
-    @property
-    def captured(self) -> bool:
-        """Return whether cycles run over fixed buffers; on CUDA as graphs."""
-        return self.cycles.captured
+    # of `build_cycles`:
+    ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
+    captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
+    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
+    cycles: tuple[tuple[Callable, ...], ...] = ()
+    free: list[Buffers] = field(default_factory=list)  # of loops that were closed
 
     @property
     def drafter(self) -> Drafter:
@@ -186,32 +173,13 @@ def build_cycles(engine: Engine) -> Engine:
     captured = engine.on_cuda and engine.compile is not False
     eos_ids = () if engine.ignore_eos else engine.eos_ids
     ends = torch.tensor([-1, *eos_ids], device=engine.device)
-    cycles = Cycles(ends, captured, compiled=captured and engine.compile is True)
-    engine = replace(engine, cycles=cycles)
-    finish = Cycle.compiled_by_layer if cycles.compiled else lambda cycle: cycle
-    cycles.by_mode = tuple(
-        tuple(finish(Cycle(engine, preset, mode)) for preset in engine.presets)
-        for mode in SamplingMode
+    engine = replace(engine, ends=ends, captured=captured, free=[])
+    cycles = tuple(
+        tuple(Cycle(engine, preset, mode) for preset in engine.presets) for mode in SamplingMode
     )
-    return engine
-
-
-def rule_of(
-    shaping: Shaping | None,
-    state: DecodeState,
-    mode: SamplingMode,
-    text: DecodedTokens,
-    tree: DraftTree,
-) -> SamplingTensors | None:
-    """Return the rule of the tokens after the nodes of a tree; None when all are greedy.
-
-    text: all tokens up to the root of the tree
-    """
-    rule = state.sampling.needed(mode, shaping)
-    if rule is None or not rule.shaping:
-        return rule
-    draws = state.draws[:, None] + tree.depths
-    return replace_fields(rule, shaping=rule.shaping.at_nodes(rule, draws, text, tree))
+    if captured and engine.compile is True:
+        cycles = tuple(tuple(map(Cycle.compiled_by_layer, each)) for each in cycles)
+    return replace(engine, cycles=cycles)
 
 
 # -------------------------------------------------------------------------------------------- cycle
@@ -226,8 +194,8 @@ class Cycle:
         self.backend = engine.target.backend
         self.drafter = drafter
         self.mode = mode
-        # not the engine, which holds its cycles: both would wait for the garbage collector
-        self.ends = engine.cycles.ends
+        # not the engine, which holds its cycles: both would wait for a garbage collection
+        self.ends = engine.ends
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
         self.shaping = engine.shaping
@@ -322,7 +290,8 @@ class Cycle:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
             text = DecodedTokens(state.tokens, state.pos)
-            rule = rule_of(self.shaping, state, self.mode, text, tree)
+            nodes = (state.draws, text, tree)
+            rule = state.sampling.needed(self.mode, self.shaping, nodes)
             inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
             tokens, extra = self.pick_tokens(*inputs)
             accepted = self.backend.accept(tree, tokens, self.drafter.depth)
@@ -389,7 +358,8 @@ def prefill_chunk(
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
     before = DecodedTokens(state.tokens, (state.pos - 1).clamp(min=0))  # the prompt alone
-    rule = rule_of(engine.shaping, state, mode, before, backend.root_tree(before))
+    nodes = (state.draws, before, backend.root_tree(before))
+    rule = state.sampling.needed(mode, engine.shaping, nodes)
     noise = None
     if rule is not None:
         vocab = engine.target.config.vocab_size
@@ -403,7 +373,7 @@ def prefill_chunk(
     text = DecodedTokens(state.tokens, state.pos)
     tokens = state.tokens.gather(1, span)  # with the new roots
     update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
-    at_end = (root == engine.cycles.ends).any(1) | (state.pos >= state.limit)
+    at_end = (root == engine.ends).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, update)
     draws = state.draws + ends_here
@@ -423,34 +393,22 @@ class CycleResult:
     done: list[int]  # 1: the sequence is finished; 2, 3: numbers on the path are not finite
     pos: list[int]  # index of the root that was verified
     times: dict[str, int]  # before, between and after the steps (ns), by `TIMES`
-    seconds: float  # of the cycle
     live: list[int]  # the sequences that decoded
     taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
 
-    def __init__(
-        self,
-        report: Tensor,
-        preset: int,
-        launched_s: float,
-        update: DrafterUpdate | None = None,
-        first: int = 0,
-    ):
+    def __init__(self, report: Tensor, preset: int, update: DrafterUpdate, first: int = 0):
         """Begin to copy the report, [B, D+9] int64: D+1 tokens, the columns REPORT and TIMES.
 
-        launched_s: the host's clock; update: what the drafter has read
+        update: what the drafter has read
         first: the first sequence that ran; those before it have zeros
         """
         self.preset = preset
-        self.launched_s = launched_s
         self.update = update
         self.first = first
         self.copy = HostCopy(report)
 
-    def read(self, by_device: bool = False) -> CycleResult:
-        """Wait for the copy. by_device: the device's clock tells the time, as the host runs ahead.
-
-        Writes: the fields.
-        """
+    def read(self) -> None:
+        """Wait for the copy. Writes: the fields."""
         (report,) = self.copy.read()
         width = len(report[0]) - len(REPORT) - len(TIMES)  # D+1
         self.times = dict(zip(TIMES, report[0][width + len(REPORT) :], strict=True))
@@ -458,10 +416,6 @@ class CycleResult:
         self.emitted = [row[:width] for row in report]
         for column, name in enumerate(REPORT, width):
             setattr(self, name, [row[column] for row in report])
-        self.seconds = (self.times["ended"] - self.times["began"]) / 1e9
-        if not (by_device and self.seconds):
-            self.seconds = time.perf_counter() - self.launched_s
-        return self
 
 
 class Buffers:
@@ -505,30 +459,25 @@ class Loop:
     def __init__(self, engine: Engine):
         """Take buffers of a loop that was closed, or make them."""
         self.engine = engine
-        self.buffers = engine.cycles.free.pop() if engine.cycles.free else Buffers(engine)
+        self.buffers = engine.free.pop() if engine.free else Buffers(engine)
         self.host_lag = int(engine.on_cuda)  # cycles that may stay unread while the host goes on
-        self.sampling = [engine.sampling] * engine.batch_size
-        self.buffers.reset(engine, engine.sampling_tensors(self.sampling, engine.seed))
+        batch = engine.batch_size
+        params = [engine.sampling] * batch
+        self.buffers.reset(engine, engine.sampling_tensors(params, engine.seed))
         # every token of a sequence, prompt and roots included; during prefill, the cached part
-        self.history: list[list[int]] = [[] for _ in self.sampling]
+        self.history: list[list[int]] = [[] for _ in range(batch)]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
-        self.live = [False] * engine.batch_size  # sequences that decode
+        self.live = [False] * batch  # sequences that decode
         self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
 
     def close(self) -> None:
         """Leave the buffers, and what was captured over them, to the next loop."""
-        self.engine.cycles.free.append(self.buffers)
+        self.engine.free.append(self.buffers)
 
     @property
     def state(self) -> DecodeState:
         """The state after all cycles that were launched."""
         return self.buffers.state
-
-    @property
-    def mode(self) -> SamplingMode:
-        """The mode of the next cycle: the highest of the live sequences."""
-        live = [own for own, decodes in zip(self.sampling, self.live) if decodes]
-        return max(map(SamplingMode.needed_by, live or self.sampling))
 
     def busy(self, seq: int) -> bool:
         """Return whether a sequence's turn goes on."""
@@ -592,7 +541,7 @@ class Loop:
     def _decode(self, new: list[list[int]]) -> None:
         """Launch a cycle, and read those that are due. Writes: their tokens, to `new`."""
         # prefill needs a state that no cycle changes
-        lag = 0 if self.prefilling or self.waits_for_tokens() else self.host_lag
+        lag = 0 if self.prefilling else self.host_lag
         while any(self.live) and len(self.pending) <= lag:
             self.pending.append(self._launch(self.pick_preset()))
         while len(self.pending) > lag:
@@ -600,7 +549,6 @@ class Loop:
 
     def _launch(self, preset: int) -> CycleResult:
         """Launch a cycle of a preset."""
-        began = time.perf_counter()
         buffers = self.buffers
         first, cache, state = self.part()
         cycle, key = self.pick_cycle(preset)
@@ -615,11 +563,11 @@ class Loop:
             return outcome
 
         update, report = self.engine.run_step(buffers, key, body)
-        return CycleResult(report, preset, began, update, first)
+        return CycleResult(report, preset, update, first)
 
     def _read(self, result: CycleResult, new: list[list[int]]) -> None:
         """Read a cycle. Writes: its tokens, to `new`; live."""
-        result.read(self.host_lag > 0)
+        result.read()
         result.live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
         if not result.live:  # launched before the host knew that all were done
             return
@@ -658,7 +606,7 @@ class Loop:
             width = next(w for w in PREFILL_WIDTHS if w >= width)
         buffers.start.fill_(start)
         preset = self.pick_preset(reads_prompt=True)
-        mode = SamplingMode.needed_by(self.sampling[seq])
+        mode = self.mode_of([seq])
         own = replace(self.engine, presets=(self.engine.presets[preset],))
 
         def body() -> None:
@@ -677,15 +625,16 @@ class Loop:
 
     def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
         """Return the next cycle, and its key in `Buffers.replays`."""
-        return self.engine.cycles.by_mode[self.mode][preset], (self.mode, preset)
+        mode = self.mode_of([seq for seq, decodes in enumerate(self.live) if decodes])
+        return self.engine.cycles[mode][preset], (mode, preset)
+
+    def mode_of(self, seqs: Sequence[int]) -> SamplingMode:
+        """Return the mode that some sequences need."""
+        return SamplingMode.needed_by(self.engine.sampling)
 
     def part(self) -> tuple[int, KVCache, DecodeState]:
         """Return the first sequence that the next cycle runs, and the cache and state of all."""
         return 0, self.buffers.cache, self.state
-
-    def waits_for_tokens(self) -> bool:
-        """Return whether a cycle cannot be launched before all tokens are read."""
-        return False
 
     def accept_tokens(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the text gets; where some are missing, it has ended."""

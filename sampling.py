@@ -88,7 +88,7 @@ class Shaping(Protocol):
     ) -> Shaping:
         """Return the changes for the token after every node of a tree. Others change no score.
 
-        rule: with `rows` as its `shaped`; draws: [B, N] int64, of that token
+        rule: with `rows` as its `shaped`; draws: [B] int64, of the token after the root
         text: all tokens up to the root
         """
 
@@ -146,15 +146,23 @@ class SamplingTensors(NamedTuple):
             () if shaping is None else shaping.rows(each),
         )
 
-    def needed(self, mode: SamplingMode, shaping: Shaping | None = None) -> SamplingTensors | None:
-        """Return the part that a step of a mode reads; None when all sequences are greedy."""
+    def needed(
+        self,
+        mode: SamplingMode,
+        shaping: Shaping | None = None,
+        nodes: tuple[Tensor, DecodedTokens, DraftTree] | None = None,
+    ) -> SamplingTensors | None:
+        """Return the part that a step of a mode reads; None when all sequences are greedy.
+
+        nodes: the draws, the text and the tree of `Shaping.at_nodes`; None: for drafts
+        """
         if mode == SamplingMode.GREEDY:
             return None
         if mode == SamplingMode.NOISY:
             return SamplingTensors(*self[:5])
         if mode == SamplingMode.TRUNCATED or shaping is None:
             return SamplingTensors(*self[:8])
-        return SamplingTensors(*self[:-1], shaping)
+        return SamplingTensors(*self[:-1], shaping.at_nodes(self, *nodes) if nodes else shaping)
 
 
 def uniforms(key: SamplingTensors, draws: Tensor, count: int, domain: int = CHOICE) -> Tensor:

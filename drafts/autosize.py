@@ -221,7 +221,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float], lookup: Any, rows: int) -
     sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups, sources)
     if known.rates:
         rates.copy_(torch.tensor(known.rates).view_as(rates))
-    pool = engine.cycles.free
+    pool = engine.free
     for buffers in pool:  # of warm-ups
         state = lookup_of(buffers.state.drafter_state)
         if state is not None:

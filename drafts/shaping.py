@@ -71,6 +71,7 @@ class Shaping:
     def at_nodes(
         self, rule: SamplingTensors, draws: Tensor, text: DecodedTokens, tree: DraftTree
     ) -> NodeShaping:
+        draws = draws[:, None] + tree.depths
         return NodeShaping(xtc_at(rule, draws), self.penalties, rule.shaped, text, tree)
 
     def rescore(self, scores: Tensor) -> Tensor:

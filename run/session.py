@@ -72,14 +72,14 @@ class Session(Loop):
         host_lag: cycles that may stay unread while the host goes on; default: 1 on CUDA, else 0
         Raises: ValueError when memory does not suffice.
         """
-        if not engine.cycles.free:
+        if not engine.free:
             sequence_memory(engine)
         super().__init__(engine)
-        if host_lag is not None:
-            self.host_lag = host_lag
+        self.most_lag = self.host_lag if host_lag is None else host_lag
         # views of some sequences: the state that they belong to, of the cache, of the state
         self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
         batch = engine.batch_size
+        self.sampling = [engine.sampling] * batch
         assert len(noise_ids) <= batch, (noise_ids, batch)
         key = self.state.sampling
         for seq, (prompt, sample) in enumerate(noise_ids):
@@ -114,6 +114,16 @@ class Session(Loop):
             return engine.run_step(buffers, key, lambda: body(buffers.state))
 
         return View(engine, self.history, self.live, self.draft_limits, drafter_state, run)
+
+    @property
+    def mode(self) -> SamplingMode:
+        """The mode of the next cycle."""
+        return self.mode_of([seq for seq, decodes in enumerate(self.live) if decodes])
+
+    def mode_of(self, seqs: Sequence[int]) -> SamplingMode:
+        """Return the highest mode that some sequences need; of none: that all need."""
+        own = [self.sampling[seq] for seq in seqs] or self.sampling
+        return max(map(SamplingMode.needed_by, own))
 
     def prefill_progress(self) -> str:
         """Describe how far prompts are read; "" while none is."""
@@ -210,7 +220,16 @@ class Session(Loop):
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
         self._prepare(preset)
-        return self._launch(preset).read(self.host_lag > 0).seconds
+        result = self._launch(preset)
+        result.read()
+        return self._seconds(result)
+
+    def _seconds(self, result: CycleResult) -> float:
+        """Return the time of a cycle: by the device's clock, where the host runs ahead of it."""
+        seconds = (result.times["ended"] - result.times["began"]) / 1e9
+        if self.most_lag and seconds:
+            return seconds
+        return time.perf_counter() - result.launched_s
 
     # ----------------------------------------------------------------------- what it adds to a step
 
@@ -218,6 +237,7 @@ class Session(Loop):
         began = time.perf_counter()
         if self.pending:  # the device worked while the caller did: that time counts, too
             began = self.read_at
+        self.host_lag = 0 if self.is_guided() else self.most_lag
         super()._decode(new)
         self.read_at = time.perf_counter()
         self.stats.decode_s += self.read_at - began
@@ -238,7 +258,7 @@ class Session(Loop):
         for observer in self.observers:
             observer.before_step(self.view, preset)
 
-    def waits_for_tokens(self) -> bool:
+    def is_guided(self) -> bool:
         """Return whether any sequence that decodes has a guide, which must read every token."""
         return any(guide and decodes for guide, decodes in zip(self.guides, self.live))
 
@@ -260,7 +280,7 @@ class Session(Loop):
 
     def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
         """Return the cycle of a preset; one under guides is not captured: the host makes masks."""
-        if not self.waits_for_tokens():
+        if not self.is_guided():
             return super().pick_cycle(preset)
         rows = self.rows
         live = self.live[rows.start : rows.stop]
@@ -276,7 +296,9 @@ class Session(Loop):
 
     def _launch(self, preset: int) -> CycleResult:
         """Launch a cycle, and copy what the observers ask for. Writes: result.further."""
+        launched_s = time.perf_counter()
         result = super()._launch(preset)
+        result.launched_s = launched_s
         watch = [observer.host_tensors(result.update, self.view) for observer in self.observers]
         result.further = [HostCopy(*tensors) for tensors in watch]
         return result
@@ -314,6 +336,7 @@ class Session(Loop):
         return True
 
     def after_cycle(self, result: CycleResult) -> None:
+        result.seconds = self._seconds(result)
         times = result.times
         stats = self.stats
         stats.live_sequences.append(result.live)

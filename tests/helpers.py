@@ -162,7 +162,7 @@ def fresh(engine: Engine, captured: bool | None = None) -> Engine:
     """The engine over buffers that hold nothing. captured: whether cycles run over fixed buffers; None: as before"""
     if captured is None:
         captured = engine.captured
-    return replace(engine, cycles=replace(engine.cycles, captured=captured, free=[]))
+    return replace(engine, captured=captured, free=[])
 
 
 def compiled_as_on_cuda(engine: Engine) -> Engine:
@@ -176,7 +176,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
         tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
         for mode in SamplingMode
     )
-    return replace(engine, cycles=replace(engine.cycles, by_mode=cycles, captured=True, free=[]))
+    return replace(engine, cycles=cycles, captured=True, free=[])
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:

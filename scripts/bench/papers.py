@@ -631,7 +631,7 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
 
 def failed_captures(engine: Engine) -> int:
     """Count the steps of finished sessions whose capture as a graph failed."""
-    replays = [step for buffers in engine.cycles.free for step in buffers.replays.values()]
+    replays = [step for buffers in engine.free for step in buffers.replays.values()]
     return sum(step.capture_failed for step in replays)
 
 

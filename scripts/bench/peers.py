@@ -253,7 +253,9 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = compiled(step) if engine.cycles.compiled else step  # on a CPU its passes are fused
+        run = (
+            compiled(step) if engine.captured and engine.compile else step
+        )  # on a CPU its passes are fused
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()

@@ -152,7 +152,7 @@ def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
         batch.decode_all(batch.streams)
     seen = batch.stats
     cycles = max(len(seen.live_sequences), 1)
-    replays = [replay for buffers in engine.cycles.free for replay in buffers.replays.values()]
+    replays = [replay for buffers in engine.free for replay in buffers.replays.values()]
     return {
         "tokens_per_s": seen.tokens / seen.decode_s if seen.decode_s else 0.0,
         "tau": seen.tokens / cycles,

@@ -504,7 +504,7 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    unused = engine.cycles.free
+    unused = engine.free
     buffers = unused.pop() if unused else Buffers(engine)
     state = buffers.state
     live = len(prompts)
@@ -526,7 +526,7 @@ def decoded(
             start = torch.full_like(state.pos, begin)
             new, _ = prefill_chunk(engine, buffers.cache, buffers.state, mode, start, width)
             copy_into(state, new)
-        cycle = engine.cycles.by_mode[mode][0]
+        cycle = engine.cycles[mode][0]
 
         def run_cycle() -> None:
             new, *_ = cycle(buffers.cache, state)

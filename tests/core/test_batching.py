@@ -251,7 +251,7 @@ def test_on_cuda_a_cycle_runs_all_rows(captured):
 def test_cycles_are_timed_with_all_rows_and_they_decode():
     engine = engine_for(golden_target(), RootOnly(), batch_size=3)
     assert len(time_cycles(engine)) == 1
-    state = engine.cycles.free[0].state
+    state = engine.free[0].state
     assert state.pos.tolist() == [204] * 3 and not state.done.any()
 
 

@@ -393,7 +393,7 @@ def check_compiled(
             rows = [(row, 0) for row in range(len(prompts))]
             ours = Session(replace(compiled, policy=InTurn()), rows, host_lag=1)
             in_turn(ours, *prompts)
-            state, *_ = compiled.cycles.by_mode[ours.mode][-1](ours.buffers.cache, ours.state)
+            state, *_ = compiled.cycles[ours.mode][-1](ours.buffers.cache, ours.state)
             assert all(map(operator.is_, tensors_of(state), tensors_of(ours.state)))
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
