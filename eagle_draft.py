@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backends.backends import TORCH, Backend, use_backend
 from backends.cpp.layers import FusedHead, fits, steps_of_head
 from backends.fusions import FusedLayers
 from draft_tree import DynamicTree, Frontier, StaticTree
@@ -43,6 +42,7 @@ from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from reference import TORCH, Backend, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import (

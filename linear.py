@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from backends import weight as weights
-from backends.backends import TORCH, Backend
-from backends.epilogues import LazyMatmul, UnnormalizedRows, add
 from backends.weight import Weight
+from reference import TORCH, Backend
 
 
 class Linear(nn.Module):
@@ -123,10 +122,6 @@ class Linear(nn.Module):
             else:
                 y = self.backend.experts_linear(x, self.weight, routing)
             return y if self.bias is None else self.backend.experts_bias(y, self.bias, routing)
-        if self.bias is not None and not self.fp32_out:
-            lazy = self.backend.lazy_matmul(x, *self.operands()[:2])
-            if lazy:
-                return add(self.bias, lazy)
         if self.packed:
             return self.backend.matmul(x, self.record, self.bias, self.fp32_out)
         return self.backend.linear(x, self.weight, self.bias, self.fp32_out)
@@ -136,15 +131,6 @@ class Linear(nn.Module):
         if not self.packed:
             return self.weight, None, self.bias
         return self.data, self.scale if self.table is None else self.table, self.bias
-
-    def lazy(self, x: Tensor | UnnormalizedRows) -> LazyMatmul | None:
-        """Return the matmul for the next operator, where one computes it."""
-        *weight, bias = self.operands()
-        return self.backend.lazy_matmul(x, *weight) if bias is None else None
-
-    def forward_lazy(self, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatmul:
-        """Return the outputs, [..., N], or a matmul, which the next operator computes."""
-        return self.lazy(x) or self(x)
 
     def dequantize(self) -> Tensor:
         """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""

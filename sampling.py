@@ -13,7 +13,7 @@ are the logits themselves, so that it may stand beside others; where all are gre
 runs.
 The order is: biases and penalties, temperature, top-n-sigma, top-k, typical-p, top-p, min-p, XTC.
 It is llama.cpp's, but for the temperature, which comes before the cuts as in vLLM and transformers.
-Not here: how a device computes noise, cuts and choice (backends/backends.py); penalties
+Not here: how a device computes noise, cuts and choice (reference.py); penalties
 (drafts/penalties.py); the papers' residual rule (drafts/residual.py).
 """
 
@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 import reference
-from backends.backends import TORCH, Backend
-from reference import MASK32
+from reference import MASK32, TORCH, Backend
 from run.options import Sampling
 
 # Separate noise for separate uses; the number sits in the top bits of the draw word.

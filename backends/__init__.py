@@ -1,4 +1,6 @@
 """The functions of reference.py in C++ for CPUs and in Triton for CUDA. Without it all is slow."""
 
 NEEDS = ()
-ADDS = {}
+ADDS = {
+    "backend": {"cpu": "backends.chosen:on_cpu", "cuda": "backends.chosen:on_cuda"},
+}

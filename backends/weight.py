@@ -130,6 +130,21 @@ class Weight(NamedTuple):
         """The inputs that share a scale; 0: one scale per output, or a GGUF file's own."""
         return self.parts[0].group
 
+    def expert(self, number: int) -> Weight:
+        """Return the weight of one expert of a stack."""
+        return expert(self, number)
+
+    def numbers(self) -> Tensor:
+        """Return the numbers of the weight, [N, K] or [E, N, K] fp32."""
+        return numbers(self)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Multiply rows plainly, [M, K] -> [M, N] fp32, by the reference of the layout."""
+        layout = LAYOUTS[self.parts[0].layout]
+        if layout.multiply is None or len(self.parts) > 1:
+            return F.linear(rows.float(), numbers(self))
+        return layout.multiply(rows, *unpack(self))
+
 
 # ------------------------------------------------------------------------------------- zero points
 

@@ -1,4 +1,6 @@
 """Drafters beside EAGLE, trees by the text, grammars, penalties. Without it EAGLE alone drafts."""
 
 NEEDS = ("run",)
-ADDS = {}
+ADDS = {
+    "operators": {"lookups": "drafts.operators"},
+}

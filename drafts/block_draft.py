@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends.backends import TORCH, use_backend
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
@@ -42,6 +41,7 @@ from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import RotaryEmbeddings, Transformer, windows_of
 from models.correlator import Correlator
+from reference import TORCH, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Project, RMSNorm, Rotate, Rows, run_steps

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends.backends import TORCH, Backend, use_backend
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from drafts.level_draft import head_options, last_of, score_with, tree_of
@@ -34,6 +33,7 @@ from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from reference import TORCH, Backend, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Rows, add_modules, run_steps

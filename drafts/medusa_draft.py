@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends.backends import use_backend
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.level_draft import LevelDrafter, head_options, last_of, score_with, tree_of
@@ -27,6 +26,7 @@ from files.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from files.weights import Storage, load_weights
 from linear import Linear
 from model import Transformer
+from reference import use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields
 

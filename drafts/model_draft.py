@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backends.backends import Backend, choose, use_backend
 from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, RootOnly, TreeDrafter
 from drafts.presets import PresetPolicy
@@ -36,6 +35,7 @@ from files.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from options import log_note, require
+from reference import Backend, choose, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields
 

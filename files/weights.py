@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backends.backends import choose, use_backend
 from backends.cpp.pages import REGION, HugePages
 from backends.formats import FORMATS, Encoder, check_finite
 from backends.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
@@ -50,6 +49,7 @@ from files.io import StatusLine, is_gguf
 from linear import Embedding, Linear
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
 from options import log_note, one_line
+from reference import choose, use_backend
 from run.stats import check_memory
 from steps import IN_FP32, Project, Step
 

@@ -20,12 +20,9 @@ import torch
 from backends import switches
 from backends.library import (
     FAMILIES,
-    cpu_operators_are_loaded,
     has_cpu_operators,
-    has_triton,
     set_plain,
 )
-from backends.replaced import note_edits
 from decode import Engine, Rescorer, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
@@ -108,10 +105,7 @@ def load(
         engine = replace(engine, guide=Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    engine = warm_up(build_cycles(engine))
-    passes = target.fused is not None or target.fused_layers is not None
-    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
-    return engine
+    return warm_up(build_cycles(engine))
 
 
 def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 import files.weights
 import sampling
-from backends.backends import Backend
 from backends.library import lib
 from drafters import DraftMethod
 from files.checkpoint import (
@@ -47,6 +46,7 @@ from files.checkpoint import (
 )
 from files.config import open_source, read_config
 from model import ModelConfig, Transformer
+from reference import Backend
 from run.rank import Rank, this_rank
 from run.ranks import collective_errors, refuse_torchrun
 from runtime import replace_fields

@@ -32,7 +32,7 @@ import backends.linear
 import backends.triton.layout
 import backends.weight
 import sampling
-from backends.backends import TORCH, Backend, choose
+from backends.epilogues import HeadNorms
 from backends.formats import FORMATS
 from backends.library import has_cpu_operators
 from backends.weight import Weight, stack, table_of
@@ -46,7 +46,7 @@ from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
 from files.weights import export_weights, load_model, weight_names
 from linear import Linear
 from model import Layer, ModelConfig, Transformer
-from reference import HeadNorms, rms_norm
+from reference import TORCH, Backend, choose, rms_norm
 from run.load import accept_rule
 from run.options import GenerateConfig
 from run.session import Session

@@ -103,13 +103,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from backends.backends import choose
 from backends.cpp import build
 from backends.cpp.pages import HugePages
 from backends.formats import FORMATS
 from backends.weight import Weight, table_of
 from files.gguf import TYPES
 from files.gguf_blocks import Blocks
+from reference import choose
 from scripts.bench.measure import Series, environment, read_bandwidth
 
 ROTATED_BYTES = 200_000_000

@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import helpers
 import quantize
-from backends.backends import TORCH, choose, use_backend
 from backends.experts import experts_linear
 from backends.formats import FORMATS
 from backends.weight import grouped_reference, unpack
@@ -45,6 +44,7 @@ from linear import Linear
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from quantize import quantize_directory
 from random_model import watch_loading
+from reference import TORCH, choose, use_backend
 from run.generate import main
 from scripts.train import train_eagle, training
 from tiny_models import SIZES, random_model

@@ -22,7 +22,6 @@ from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
 import decode
-from backends.backends import TORCH
 from decode import Engine
 from files.checkpoint import Codes, Quantization, scale_name
 from files.config import config_from, open_source
@@ -30,6 +29,7 @@ from files.weights import export_weights, load_model, weight_names
 from helpers import GOLDEN, PROMPTS
 from model import Transformer
 from quantize import quantize_directory
+from reference import TORCH
 from run import generate, ranks, stats, tp
 from run.options import DEMO, GenerateConfig
 from run.parsing import one_line_errors

@@ -30,11 +30,12 @@ import backends.experts
 import backends.linear
 import backends.weight
 import reference
-from backends.backends import TORCH, choose
+from backends.epilogues import rotary_cache_plainly
 from backends.formats import FORMATS
 from backends.library import tiles_in_use
 from backends.weight import BLOCK8, join_zeros
 from helpers import slow, with_head_norms
+from reference import TORCH, choose
 
 U = 2.0**-24
 ROWS = (1, 5, 26, 60, 64)  # plain decoding, a chain, EAGLE-1's tree, EAGLE-2's, the largest
@@ -763,11 +764,10 @@ def test_rotary_norms_each_head_first(dtype):
     norms = (*((1 + random(80, seed=s) / 4).to(dtype) for s in (1, 2)), 0.1)
     normed = with_head_norms(qkv, 4, norms)
     slots = torch.arange(18).view(2, 9) % 9 + 3
-    for backend in (TORCH, choose(qkv.device, dtype=dtype)):
-        got, want = (torch.zeros(2, 2, 4, 16, 80, dtype=dtype) for _ in range(2))
-        q = backend.rotary_cache(qkv, rope, *got, slots, norms)
-        assert torch.equal(q, TORCH.rotary_cache(normed, rope, *want, slots))
-        assert torch.equal(got, want)
+    got, want = (torch.zeros(2, 2, 4, 16, 80, dtype=dtype) for _ in range(2))
+    q = rotary_cache_plainly(qkv, rope, *got, slots, norms)
+    assert torch.equal(q, TORCH.rotary_cache(normed, rope, *want, slots))
+    assert torch.equal(got, want)
 
 
 def test_rotary_refuses_heads_that_are_not_there():

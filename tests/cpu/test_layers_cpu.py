@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import reference
-from backends.backends import choose, use_backend
 from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
 from backends.formats import FORMATS, Int4
 from backends.weight import stack
@@ -24,6 +23,7 @@ from helpers import decode, engine_for
 from kv_cache import KVCache, Window, causal_window
 from linear import Linear
 from model import ModelConfig, Transformer, run_layers
+from reference import TORCH, choose, use_backend
 from run.tp import SumRanks
 from steps import HeadNorm, Router
 
@@ -156,7 +156,7 @@ def test_a_bounded_gate(dtype):
     """Both halves reach their bounds; what is no number stays so."""
     both = torch.linspace(-9, 9, 3 * 2 * 333).view(3, 666).to(dtype)
     both[0, 5] = both[1, 340] = float("nan")
-    want = reference.clamped_swiglu(both, 1.702, 7.0)
+    want = TORCH.clamped_swiglu(both, 1.702, 7.0)
     gate, up = both.double().chunk(2, -1)
     exact = gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp()) * (up.clamp(-7, 7) + 1)
     got = choose(torch.device("cpu"), dtype).clamped_swiglu(both, 1.702, 7.0)

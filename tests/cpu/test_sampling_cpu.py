@@ -12,8 +12,8 @@ import torch
 
 import helpers
 import sampling
-from backends.backends import TORCH, choose
 from backends.library import has_cpu_operators
+from reference import TORCH, choose
 from runtime import compiled
 from sampling import Sampling, SamplingTensors
 

@@ -13,7 +13,6 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 
 import backends.experts  # noqa: E402
 import backends.triton.layout  # noqa: E402
-from backends.backends import choose, use_backend  # noqa: E402
 from backends.formats import FORMATS  # noqa: E402
 from backends.triton.experts import most_tiles, plan_experts  # noqa: E402
 from backends.triton.launch import TARGETS  # noqa: E402
@@ -22,6 +21,7 @@ from compiled_kernels import Case, expert_cases  # noqa: E402
 from helpers import Mixture, Operators, check_product_fits, planes_of_cuda, slow  # noqa: E402
 from linear import Linear  # noqa: E402
 from model import ModelConfig  # noqa: E402
+from reference import choose, use_backend  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
 

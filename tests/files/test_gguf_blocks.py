@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import backends.library
 import files.gguf_blocks
-from backends.backends import choose, use_backend
 from backends.triton.layout import BLOCK_FORMS
 from files.checkpoint import BLOCKS, Quantization
 from files.gguf import GgufFile
@@ -51,6 +50,7 @@ from helpers import (
 )
 from kv_cache import KVCache, causal_window
 from linear import Embedding, Linear
+from reference import choose, use_backend
 from run.generate import generate, load
 from run.options import GenerateConfig
 from tiny_models import Kind, refused, write
