@@ -1,6 +1,260 @@
-"""Run run/generate.py."""
+"""Generate text with a target model and an EAGLE head: checkpoints and a prompt in, text out.
 
-import runpy
+    python generate.py --checkpoint DIR --head HEAD --prompt "def f("
+
+1. `load_engine` reads the target, the head and the tokenizer from Hugging Face directories.
+2. `decode` runs the loop (decode.py) over one prompt. With or without a head, greedily or sampled,
+   its tokens are the same.
+3. `main` prints the text and the rate; `--json` writes the tokens.
+
+Where the folder run/ is present, its program answers the command: the same engine and loop with all
+options, many prompts, chats. Its library, `load`, `generate` and `stream`, is found here, too.
+"""
+
+from __future__ import annotations
+
+from options import DEMO, Options, has_part, load_part, one_line_errors, read_options, run_program
 
 if __name__ == "__main__":
-    runpy.run_module("run.generate", run_name="__main__", alter_sys=True)
+    run_program("generate")  # before torch, whose import takes seconds, so that mistakes are told
+
+import json
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer as TokenizersFile
+
+from decode import CycleResult, Engine, Loop, build_cycles
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree, read_tree
+from drafters import Drafter, RootOnly
+from eagle_draft import load_drafter
+from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
+from options import Sampling, require
+from quantize import Quantization, Storage, WeightFiles, load_weights
+from reference import choose, use_backend
+
+DEMO_PROMPT = "def read_lines(path):"
+CPU_TREE = StaticTree.chain(3)  # a pass over many rows costs more there
+CUDA_TREE = DynamicTree()
+LIBRARY = ("load", "generate", "stream")
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function of the library, which the folder run/ has."""
+    if name in LIBRARY and has_part("library", name):
+        return load_part("library", name)
+    raise AttributeError(f"generate.py has no {name}; load, generate and stream are in run/")
+
+
+# ---------------------------------------------------------------------- text
+
+
+class Tokenizer:
+    """The tokenizer of a directory: tokenizer.json, or else tokenizer.model of sentencepiece."""
+
+    def __init__(self, path: Path):
+        """Read the file. Raises: ValueError where there is none."""
+        self.fast = None
+        if (path / "tokenizer.json").is_file():
+            self.fast = TokenizersFile.from_file(str(path / "tokenizer.json"))
+            return
+        model = path / "tokenizer.model"
+        require(
+            model.is_file(),
+            f"{path} has no tokenizer.model and no tokenizer.json; use --prompt_ids",
+        )
+        self.pieces = SentencePieceProcessor(model_file=str(model))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, behind the one that begins a sequence."""
+        if self.fast is not None:
+            return self.fast.encode(text).ids
+        return [self.pieces.bos_id(), *self.pieces.encode(text)]
+
+    def decode(self, ids: list[int], prompt: list[int]) -> str:
+        """Return the text that ids add to a prompt's."""
+        decode = self.pieces.decode if self.fast is None else self.fast.decode
+        return decode([*prompt, *ids])[len(decode(prompt)) :]
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def tree_of(options: Options, on_cuda: bool) -> StaticTree | DynamicTree:
+    """Return the tree of `--tree`. Raises: ValueError for one that cannot be."""
+    if not options.tree:
+        return CUDA_TREE if on_cuda else CPU_TREE
+    own = parse_tree(options.tree)
+    if "tree_file" in own:
+        return StaticTree(read_tree(Path(own["tree_file"])))
+    depth = own.get("tree_depth", CUDA_TREE.depth)
+    if own["tree"] == "dynamic":
+        topk = own.get("tree_topk", CUDA_TREE.topk)
+        return DynamicTree(depth, topk, own.get("tree_size", CUDA_TREE.size))
+    require(own["tree"] in ("chain", "static"), f"--tree {own['tree']} is in the folder drafts/")
+    return StaticTree.chain(depth) if own["tree"] == "chain" else StaticTree(EAGLE1_PATHS)
+
+
+def load_target(path: Path, options: Options, device: torch.device) -> Transformer:
+    """Read the target. Raises: ValueError for anything wrong with its files."""
+    files = WeightFiles(path)
+    config = read_config(files.config)
+    dtype = DTYPES[options.dtype or config.dtype]
+    with torch.device("meta"):
+        target = Transformer(config)
+    quant = Quantization.of(options.quant, 0)
+    storage = Storage(dtype, str(device), quant)
+    load_weights(target, files, weight_names(config), storage)
+    if config.tie_embeddings:
+        target.lm_head.weight = target.embedding.weight
+    target.ropes = RotaryEmbeddings(config.ropes, device)
+    use_backend(target, choose(device, dtype, options.plain))
+    return target.eval()
+
+
+def load_engine(options: Options) -> Engine:
+    """Read the target and the head that the options name.
+
+    Raises: ValueError for anything wrong with options or files.
+    """
+    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    path = Path(options.checkpoint)
+    target = load_target(path, options, device)
+    head = options.head or str(path.with_name(f"{path.name}-eagle"))
+    drafter: Drafter = RootOnly()
+    if options.draft == "eagle" or (not options.draft and Path(head).is_dir()):
+        tree = tree_of(options, device.type == "cuda")
+        drafter = load_drafter(target, head, tree, options.quant)
+    engine = Engine(
+        target,
+        (drafter,),
+        context=target.config.max_context,
+        eos_ids=target.config.eos_ids,
+        ignore_eos=options.ignore_eos,
+        max_new_tokens=options.max_new_tokens,
+        sampling=Sampling(options.temperature, options.top_k, options.top_p),
+        seed=options.seed,
+        compile=False if options.plain else options.compile,
+    )
+    return build_cycles(engine)
+
+
+# ---------------------------------------------------------------------- decoding
+
+
+class Answer(NamedTuple):
+    """The tokens that follow a prompt, and how they were decoded."""
+
+    tokens: list[int]
+    cycles: int
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """The measured part of `--json`. The first token, which prefill decides, is no cycle's."""
+        later = len(self.tokens) - 1
+        return {
+            "tau": later / max(self.cycles, 1),
+            "cycles": self.cycles,
+            "tokens_per_s": later / self.decode_s if self.decode_s else 0.0,
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+        }
+
+
+class CountingLoop(Loop):
+    """A loop that counts its cycles."""
+
+    cycles = 0
+
+    def after_cycle(self, result: CycleResult) -> None:
+        self.cycles += len(result.live)
+
+
+def decode(engine: Engine, prompt: list[int]) -> Answer:
+    """Decode what follows a prompt. Raises: ValueError for a prompt that does not fit."""
+    vocab = engine.target.config.vocab_size
+    require(len(prompt) > 0, "the prompt is empty; give it a token")
+    require(all(0 <= i < vocab for i in prompt), f"token ids must be below {vocab}; correct them")
+    limit = f"the context has {engine.context} tokens, the prompt {len(prompt)}; shorten it"
+    require(len(prompt) < engine.context, limit)
+    loop = CountingLoop(engine)
+    loop.admit(0, prompt, noise_id=(0, 0))
+    began = time.perf_counter()
+    while loop.prefilling:
+        loop.step()
+    read = time.perf_counter()
+    while loop.busy(0):
+        loop.step()
+    ended = time.perf_counter()
+    loop.close()
+    return Answer(loop.history[0][len(prompt) :], loop.cycles, read - began, ended - read)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line of the flat files."""
+    options = read_options(argv)
+    with one_line_errors("generate.py"), torch.inference_mode():
+        run(options)
+
+
+def run(options: Options) -> None:
+    """Answer the prompt of the options. Raises: ValueError for what cannot be answered."""
+    tokenizer = None
+    if options.prompt_ids is not None:
+        prompt = [int(word) for word in options.prompt_ids.split(",")]
+    else:
+        text = options.prompt or (DEMO_PROMPT if options.checkpoint == DEMO else None)
+        require(text is not None, "there is no prompt; give --prompt or --prompt_ids")
+        tokenizer = Tokenizer(Path(options.checkpoint))
+        prompt = tokenizer.encode(text)
+    engine = load_engine(options)
+    answer = decode(engine, prompt)
+    stats = answer.stats
+    line = (
+        f"{len(answer.tokens)} tokens, {stats['tokens_per_s']:.1f} tokens/s; tau {stats['tau']:.2f}"
+    )
+    if options.compare:
+        vanilla = decode(build_cycles(replace(engine, presets=(RootOnly(),))), prompt)
+        speedup = stats["tokens_per_s"] / max(vanilla.stats["tokens_per_s"], 1e-9)
+        stats |= {"speedup": speedup, "identical": vanilla.tokens == answer.tokens}
+        same = "the same" if stats["identical"] else "OTHER"
+        line += f"; {speedup:.2f}x of vanilla, {same} tokens"
+    text = tokenizer.decode(answer.tokens, prompt) if tokenizer else str(answer.tokens)
+    if options.json != "-":
+        print(text)
+    print(line, file=sys.stderr)
+    if options.json:
+        ended = answer.tokens[-1] in engine.eos_ids and not options.ignore_eos
+        short = len(answer.tokens) < options.max_new_tokens
+        document = {
+            "tokens": [answer.tokens],
+            "text": [text],
+            "finish_reason": ["stop" if ended else "context" if short else "length"],
+            "prompt_tokens": [len(prompt)],
+            "stats": stats,
+            "config": asdict(options),
+        }
+        write(options.json, json.dumps(document))
+
+
+def write(where: str, text: str) -> None:
+    """Write a text to a file, or - for standard output. Raises: ValueError."""
+    if where == "-":
+        print(text)
+        return
+    try:
+        Path(where).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
+
+
+if __name__ == "__main__":
+    main()

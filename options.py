@@ -1,22 +1,30 @@
-"""The folders that are present, and how a person is told of notes and mistakes.
+"""The options of the flat command, the folders that are present, and how mistakes are told.
 
 1. The door. A folder says in `ADDS`, a table in its `__init__.py`, what it adds: for each kind (a
    backend, an architecture, a drafter, a program) names, and for each name the module that has it.
    `added` asks every folder once. `load_part` imports what a name stands for. No other place
    imports what may be missing, and what a command does not use is not imported.
-2. A mistake of a user is a ValueError with the rule, the value and the remedy.
+2. An option is a field of a dataclass: its default, its help text, its range. `Options` are those
+   of the flat files; the folder run/ extends them.
+3. A mistake of a user is a ValueError with the rule, the value and the remedy.
 
 No torch is imported, so that a mistake is reported before it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 PREFIX = __name__.removesuffix("options")  # "" in a clone, "gpt_eagle." where installed
 FOLDERS = ("backends", "models", "files", "drafts", "run", "server")
@@ -25,10 +33,15 @@ HOMES = {
     "backend": "backends",
     "architecture": "models",
     "reader": "files",
-    "drafter": "drafts",
+    "drafters": "drafts",
+    "extension": "drafts",
     "program": "run",
 }
 NOTES = logging.getLogger("gpt_eagle")
+ROOT = Path(__file__).resolve().parent
+DEMO = str(ROOT / "checkpoints" / "demo")
+FORMAT_NAMES = ("int8", "int4")  # of quantized weights (quantize.py)
+MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
 
 
 # ---------------------------------------------------------------------- what the folders add
@@ -76,6 +89,145 @@ def load_part(kind: str, name: str) -> Any:
     return getattr(part, attribute) if attribute else part
 
 
+def run_program(name: str) -> None:
+    """Run the program of a folder, where one has it, to its end; else return."""
+    if has_part("program", name):
+        load_part("program", name)()
+        sys.exit()
+
+
+# ---------------------------------------------------------------------- options
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    needs: tuple[Any, ...] = (),
+    least: int | None = None,
+    most: int = MOST,
+    flag: bool = True,
+    rare: bool = False,
+    alias: str = "",
+    short: str = "",
+    **extra: Any,
+) -> Any:
+    """Make a dataclass field that is also a flag, unless `flag` is False.
+
+    needs: conditions for it to have an effect (run/option_rules.py)
+    least, most: the range of a number
+    rare, alias, short, extra: of the command line in run/parsing.py
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "needs": needs,
+        "least": least,
+        "most": most,
+        "flag": flag,
+        "rare": rare,
+        "alias": alias,
+        "short": short,
+        **extra,
+    }
+    return field(default=default, metadata=metadata)
+
+
+class Sampling(NamedTuple):
+    """The parameters that turn the target's logits into a distribution (sampling.py)."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the flat command. Units and effects are in the help texts."""
+
+    checkpoint: str = option(DEMO, "the target: a Hugging Face directory in safetensors", short="m")
+    head: str = option(
+        "",
+        "a trained head, a directory; default: the checkpoint's name with -eagle behind it, if it "
+        "exists",
+        alias="eagle",
+    )
+    draft: str = option(
+        "", "source of drafts; default: eagle, if there is a head", ("none", "eagle")
+    )
+    tree: str = option(
+        "",
+        "shape of the draft tree: chain:3, dynamic:6,8,32 (levels, children of a node, nodes in "
+        "all), static, or a file of rank paths; default: dynamic on CUDA, elsewhere a chain",
+    )
+    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    dtype: str = option(
+        "",
+        "number type of weights and activations; default: the checkpoint's",
+        ("float32", "bfloat16", "float16"),
+    )
+    compile: bool | None = option(
+        None,
+        "on CUDA, compile the steps by torch.compile before they are captured: 4 to 11 % faster, "
+        "but seconds to minutes later; on a CPU nothing changes, as C++ operators run anyway",
+    )
+    plain: bool = option(
+        False,
+        "run PyTorch in place of our operators and captured graphs, from now on in this process: "
+        "slow, and what one edits in model.py and reference.py is what runs",
+    )
+    prompt: str | None = option(None, "text to continue", short="p")
+    prompt_ids: str | None = option(None, "token ids to continue, as 5,17,3; needs no tokenizer")
+    max_new_tokens: int = option(128, "tokens to generate", least=1, short="n")
+    ignore_eos: bool = option(False, "go on after an end-of-sequence token")
+    temperature: float = option(0.0, "0 is greedy", least=0)
+    top_k: int = option(0, "sample among the k likeliest tokens; 0: all", least=0)
+    top_p: float = option(
+        1.0, "sample among the likeliest tokens whose probabilities add up to this"
+    )
+    seed: int = option(
+        0,
+        "of the sampling noise; the same seed gives the same tokens for every drafter and tree",
+        least=0,
+        most=2**64 - 1,
+    )
+    compare: bool = option(
+        False, "also decode without drafting, check that the tokens agree, print the speedup"
+    )
+    json: str = option("", "write results to this file; - is standard output")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports an error on one line, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(self.prog, f"{message}; see --help")
+
+
+def read_options(argv: list[str] | None = None) -> Options:
+    """Read the command line. Exits with status 2 on a mistake."""
+    parser = _Parser(prog="generate.py", description="Generate text, exactly, with draft trees.")
+    for f in fields(Options):
+        if f.type in ("bool", "bool | None"):
+            parser.add_argument(f"--{f.name}", action="store_true", help=f.metadata["help"])
+            continue
+        kind = {"int": int, "float": float}.get(f.type, str)
+        help = f.metadata["help"].replace("%", "%%")
+        choices = f.metadata["choices"]
+        parser.add_argument(f"--{f.name}", type=kind, default=f.default, choices=choices, help=help)
+    given = Options(**vars(parser.parse_args(argv)))
+    with one_line_errors("generate.py"):
+        for f in fields(Options):
+            least = f.metadata["least"]
+            value = getattr(given, f.name)
+            fault = f"--{f.name} must be {least} to {f.metadata['most']}; it is {value}"
+            require(least is None or least <= value <= f.metadata["most"], fault)
+        require(0 < given.top_p <= 1, f"--top_p must be in (0, 1]; it is {given.top_p}")
+    return given
+
+
 # ---------------------------------------------------------------------- notes and mistakes
 
 
@@ -103,3 +255,20 @@ def one_line(message: Any, most: int = 1000) -> str:
         text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
     printable = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(printable.split()) or type(message).__name__
+
+
+def fail(program: str, message: str) -> NoReturn:
+    """End the program on a user's mistake: one line, exit status 2."""
+    print(f"{program}: {one_line(message)}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Report a user's mistake inside as one line and exit status 2."""
+    try:
+        yield
+    except ValueError as error:
+        fail(program, str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell reports it

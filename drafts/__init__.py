@@ -2,5 +2,13 @@
 
 NEEDS = ("run",)
 ADDS = {
+    "drafters": {"drafts": "drafts.methods"},
+    "extension": {
+        "grammar": "drafts.grammar",
+        "penalties": "drafts.penalties",
+        "residual": "drafts.residual",
+        "auto": "drafts.auto_trees",
+        "stand_in": "drafts.stand_in",
+    },
     "operators": {"lookups": "drafts.operators"},
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from decode import Engine
 from draft_tree import DrafterUpdate
 from drafts.deferred import RestingDrafter
-from run.methods import DRAFTERS
+from run.methods import known_drafters
 from run.observer import CycleResult, Observer, View
 
 
@@ -21,7 +21,7 @@ def source_of(engine: Engine, preset: int) -> str:
         return ""
     if isinstance(drafter, RestingDrafter):
         return "lookup"
-    return DRAFTERS[engine.option("draft") or "eagle"].source
+    return known_drafters()[engine.option("draft") or "eagle"].source
 
 
 def told_draft(engine: Engine) -> str:

@@ -27,8 +27,7 @@ from files.tokenizer import Tokenizer, has_tokenizer
 from files.weights import load_model, weight_names
 from linear import Linear
 from model import Transformer
-from options import log_note
-from run.options import ROOT
+from options import ROOT, log_note
 from steps import run_steps
 
 SEQUENCES = 32

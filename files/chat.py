@@ -27,7 +27,6 @@ from files.gguf_header import chat_template_text
 from files.io import LocalError, has_colours, is_gguf, read_text
 from files.thinking import Tags, Thinking, closed, opened_by, without_messages
 from files.tokenizer import Tokenizer, load_tokenizer, optional_json
-from run.options import GenerateConfig
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
@@ -509,7 +508,7 @@ class TextFiles(NamedTuple):
     template: ChatTemplate | None  # None: texts go on as they are
 
 
-def template_name(path: Path, config: GenerateConfig) -> str | None:
+def template_name(path: Path, config: Any) -> str | None:
     """Return the name of the chat template, "" for the checkpoint's own; None: texts go on.
 
     By default it is the checkpoint's own, where it has one. Token ids are no chat.
@@ -529,7 +528,7 @@ def template_name(path: Path, config: GenerateConfig) -> str | None:
     return None
 
 
-def read_text_files(path: Path, config: GenerateConfig) -> TextFiles:
+def read_text_files(path: Path, config: Any) -> TextFiles:
     """Read the tokenizer of a checkpoint, and the chat template that its texts are put into.
 
     Raises: ValueError for a missing or broken one that is needed.

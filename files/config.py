@@ -39,7 +39,7 @@ from models import registry
 from models.keys import HFLayerTypes, all_ids, check_layer_types
 from models.qwen3_next import split_projections
 from options import log_note
-from run.methods import HEAD_KINDS, MTP
+from run.methods import MTP, head_kinds
 from run.options import OF_DRAWS, GenerateConfig, Sampling
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -332,7 +332,7 @@ def _head_of(config: GenerateConfig, path: Path) -> str:
     Raises: ValueError for a kind of draft whose head is missing, or of another kind.
     """
     kind = config.draft.removesuffix("+ngram") or "eagle"
-    if kind not in HEAD_KINDS:
+    if kind not in head_kinds():
         return ""
     head = config.head or own_head(path, config.draft and kind)
     if not config.draft or (kind == MTP and not head):

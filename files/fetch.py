@@ -26,10 +26,10 @@ import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from files.io import folder_lock, is_model_name, model_file
+from files.io import DEFAULT, folder_lock, is_model_name, model_file
 from options import log_note, one_line
-from run.options import DEFAULT, GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def fetched(checkpoint: str, is_head: bool = False) -> Path:
     return model_file(Path(checkpoint))
 
 
-def with_files(config: GenerateConfig) -> GenerateConfig:
+def with_files(config: Any) -> Any:
     """Return options that name files where they name models, and fetch what is missing.
 
     A model of a hub comes with a published head where one is known and no other draft is asked for.

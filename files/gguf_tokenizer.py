@@ -160,9 +160,9 @@ def read_bpe(metadata: Metadata) -> Any:
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --set prompt_ids"
+            f"{metadata.path}: the tokenizer's merges are broken ({reason}); use --prompt_ids"
         ) from None
-    with read_untrusted(metadata.path, "use --set prompt_ids"):
+    with read_untrusted(metadata.path, "use --prompt_ids"):
         tokenizer = Tokenizer(model)
         if of_bytes:
             tokenizer.pre_tokenizer = _pre_tokenizer(split)
@@ -195,7 +195,7 @@ def _split(metadata: Metadata) -> str | tuple[str, ...]:
     if name not in SPLITS:
         known = ", ".join(SPLITS)
         raise ValueError(
-            f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --set prompt_ids"
+            f"{metadata.path}: the pre-tokenizer {name} is not one of {known}; use --prompt_ids"
         )
     return SPLITS[name]
 
@@ -227,7 +227,7 @@ def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, tuple[int, 
     if kind != "llama":
         raise ValueError(
             f"{metadata.path}: the tokenizer {kind} is not one of gpt2, gemma4, llama; "
-            "use --set prompt_ids"
+            "use --prompt_ids"
         )
     tokens, types = _tokens(metadata)
     scores = metadata.read("tokenizer.ggml.scores", list)

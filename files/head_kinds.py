@@ -12,7 +12,6 @@ from pathlib import Path
 
 from files.io import is_gguf, read_json
 from options import require
-from run.methods import MTP
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -22,6 +21,7 @@ MARKS = {
 }
 MODEL_TYPES = {"gemma4_assistant": "assistant"}  # of config.json
 ARCHITECTURES = {"eagle3": "eagle", "dflash": "block"}  # of GGUF files
+MTP = "mtp"  # the kind of a head that is a layer of the checkpoint
 FIRST_NORM = "blk.0.attn_norm.weight"  # of a model; llama.cpp's files of an MTP layer alone lack it
 MOST_HEADER = 10**8  # bytes of a safetensors file's names, as in safetensors
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from options import log_note, one_line
+from options import PREFIX, ROOT, log_note, one_line
 
 try:
     import fcntl
@@ -35,7 +35,7 @@ HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<kind>\w[\w.-]*))?", r
 PREFIXES = ("hf:", "ollama:")  # of names
 
 
-CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"  # that come with this code
+CHECKPOINTS = ROOT / "checkpoints"  # that come with this code
 
 
 class LocalError(ValueError):
@@ -353,6 +353,11 @@ def cache_folder() -> Path:
     Raises: RuntimeError without a home directory.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+
+
+# files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
+FETCHED = cache_folder() / "checkpoints" if PREFIX else CHECKPOINTS
+DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def show_progress(text: str, last: bool) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from files.head_kinds import head_kind
 from files.hub import QUANTIZATION, hub_model
 from files.io import bundled_head, is_gguf, read_json, read_text
-from options import log_note
-from run.options import ROOT, GenerateConfig
+from options import ROOT, log_note
 
 TABLE = ROOT / "heads" / "README.md"
 TITLE = "| target | head | layout |"
@@ -66,7 +65,7 @@ def plain_name(name: str) -> str:
     return QUANTIZATION.sub("", last).rstrip("-._").removeprefix("meta-")
 
 
-def published_head(config: GenerateConfig) -> str:
+def published_head(config: Any) -> str:
     """Fetch the first head that is published for a model of a hub, with a note.
 
     Returns: its directory; "" where none is known, or wanted, or comes.

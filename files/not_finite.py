@@ -72,5 +72,5 @@ def _cause(target: Transformer, part: Any) -> str:
         if values.is_floating_point() and not is_finite(values):
             return f"its {name} is not finite; {DOWNLOAD}"
     if target.norm.weight.dtype == torch.float16:
-        return "float16 ends at 65504; use --set dtype=bfloat16 or float32"
+        return "float16 ends at 65504; use --dtype bfloat16 or float32"
     return f"its weights are likely damaged; {DOWNLOAD}"

@@ -136,10 +136,10 @@ class Tokenizer:
         if not model.is_file():
             raise ValueError(
                 f"{path} has neither {model.name} nor {fast.name}; "
-                "add the tokenizer's files, or use --set prompt_ids"
+                "add the tokenizer's files, or use --prompt_ids"
             )
         fault = "is not a sentencepiece model"
-        with read_untrusted(model, "download it again, or use --set prompt_ids", fault):
+        with read_untrusted(model, "download it again, or use --prompt_ids", fault):
             sp = _open_sentencepiece(model.read_bytes())
         added = _control_tokens(sp) | _added_tokens(path, config)
         return SentencePieceTokenizer(sp, config, added)
@@ -257,7 +257,7 @@ def _read_config(path: Path) -> dict:
 def _of_json(path: Path, config: dict) -> Tokenizer:
     """Read a tokenizer.json, with the tokens that the files beside it add. Raises: ValueError."""
     package = _need_tokenizers(path)
-    with read_untrusted(path, "download it again, or use --set prompt_ids"):
+    with read_untrusted(path, "download it again, or use --prompt_ids"):
         tok = package.Tokenizer.from_file(str(path))
     added = sorted(_added_tokens(path.parent, config).items(), key=lambda item: item[1].id)
     for text, token in added:
@@ -268,10 +268,10 @@ def _of_json(path: Path, config: dict) -> Tokenizer:
         if tok.token_to_id(text) != token.id:
             raise ValueError(
                 f"{path.parent}: the token {text} has the id {token.id} beside {path.name}, which "
-                f"has room for {tok.token_to_id(text)}; use --set prompt_ids"
+                f"has room for {tok.token_to_id(text)}; use --prompt_ids"
             )
     if "add_prefix_space" in config:
-        with read_untrusted(path, "use --set prompt_ids"):
+        with read_untrusted(path, "use --prompt_ids"):
             tok = _with_prefix_space(tok, config["add_prefix_space"])
     return JsonTokenizer(tok, config, path)
 
@@ -305,7 +305,7 @@ def _of_gguf(path: Path) -> Tokenizer:
         _need_tokenizers(path)
         return JsonTokenizer(read_bpe(metadata), config, path)
     model, added = read_sentencepiece(metadata)
-    with read_untrusted(path, "use --set prompt_ids", "holds no sentencepiece model"):
+    with read_untrusted(path, "use --prompt_ids", "holds no sentencepiece model"):
         sp = SentencePieceProcessor(model_proto=model)
     return SentencePieceTokenizer(
         sp, config, {text: Added(*token) for text, token in added.items()}
@@ -480,7 +480,7 @@ class JsonTokenizer(Tokenizer):
         """Find the added tokens and the kind of `tok`. path: its file, for error messages"""
         self._tok = tok
         self._path = path
-        with read_untrusted(path, "use --set prompt_ids"):
+        with read_untrusted(path, "use --prompt_ids"):
             tok.no_truncation()  # the file may hold the limits of the last training run
             tok.no_padding()
             _make_special(tok, _special_texts(config))
@@ -501,7 +501,7 @@ class JsonTokenizer(Tokenizer):
         in_main = threading.current_thread() is threading.main_thread()
         # in another thread, the lines that the rest of the process prints must not be lost
         guard = read_untrusted if in_main else errors_as_value_error
-        with guard(self._path, "use --set prompt_ids"):
+        with guard(self._path, "use --prompt_ids"):
             # a batch, since only its call lets other threads run
             # a marked name is read in two parts, each of which is text
             parts = text.split(MARK)
@@ -587,7 +587,7 @@ def _is_byte_level(tok: Any, path: Path) -> bool:
     if "ByteLevel" not in kinds and not {"ByteFallback", "Metaspace"} & set(kinds):
         known = "ByteLevel, ByteFallback or Metaspace"
         raise ValueError(
-            f"{path}: the decoder must be {known}, not {' + '.join(kinds)}; use --set prompt_ids"
+            f"{path}: the decoder must be {known}, not {' + '.join(kinds)}; use --prompt_ids"
         )
     return "ByteLevel" in kinds
 

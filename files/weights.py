@@ -391,7 +391,7 @@ class _Loading:
         if len(kinds) > 1:
             raise ValueError(
                 f"{self.files.path}: the experts of {names[0]} and others are of several types; "
-                "use --set dtype=bfloat16"
+                "use --dtype bfloat16"
             )
         (parts,) = kinds
         if gguf_blocks.in_planes(self.storage.device):
@@ -569,7 +569,7 @@ def load_model(
         if config.dtype not in DTYPES:
             raise ValueError(
                 f"{path}: torch_dtype {config.dtype} is not one of {', '.join(DTYPES)}; "
-                "name one by --set dtype=NAME"
+                "name one by --dtype NAME"
             )
         dtype = DTYPES[config.dtype]
     if saved is not None and quant is not None:
@@ -652,7 +652,7 @@ def block_note(files: TensorSource, storage: Storage) -> str:
             note += "; --set keep_blocks=true, without dtype, keeps their bits"
         return note
     if quant.is_blocks:
-        return f"weights run as they are in the file ({kinds}); --set dtype={dtype} converts them"
+        return f"weights run as they are in the file ({kinds}); --dtype {dtype} converts them"
     return (
         f"the file's {kinds} weights are rounded a second time, to {quant.format}; "
         "without --quant they run as they are"

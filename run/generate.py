@@ -15,14 +15,6 @@ in run/options.py.
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
-    gc.disable()  # a collection would visit torch's 180,000 objects, which stay
-
 import json
 import sys
 import tempfile
@@ -32,11 +24,15 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from decode import Engine
 from files.io import StatusLine, write_text
-from options import log_note, require
-from run.parsing import one_line_errors
+from options import load_part, log_note, one_line_errors, require
+from run import ranks
+from run.load import load, without_draft
 from run.prompts import (
     Conversation,
     PromptRow,
@@ -45,27 +41,11 @@ from run.prompts import (
     for_one_answer,
     with_options,
 )
+from run.scheduler import Piece, Request, Scheduler, truncation_note
+from run.start import Command, read_command
+from run.stats import Stats, environment, share_of_equal, stats_line, summary
 from run.terminal import printer
 from run.tree_paths import ANY_TREE, DraftLimit
-
-if TYPE_CHECKING:
-    from run.start import Command
-
-# The imports below take seconds: --help and mistakes are answered before. torchrun's ranks answer
-# together (run/ranks.py).
-COMMAND = None
-if __name__ == "__main__" and os.environ.get("WORLD_SIZE", "1") == "1":
-    from run.start import read_command, with_text
-
-    COMMAND = with_text(read_command())
-
-import torch
-
-from decode import Engine
-from run import ranks
-from run.load import load, without_draft
-from run.scheduler import Piece, Request, Scheduler, truncation_note
-from run.stats import Stats, environment, share_of_equal, stats_line, summary
 
 
 @dataclass(eq=False, kw_only=True)
@@ -311,9 +291,7 @@ def generate(
     config, draws = with_options(engine, options, len(prompts))
     guides = []
     if grammar is not None:
-        from drafts.grammar import compile_grammars
-
-        guides = compile_grammars(engine, grammar, len(prompts))
+        guides = load_part("extension", "grammar").compile_grammars(engine, grammar, len(prompts))
     batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_limit)
 
     def on_pieces(pieces: list[Piece]) -> None:
@@ -539,8 +517,6 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
-    from run.start import read_command
-
     config, prompts, text, to_end, keys = command or read_command(argv, ranks.check)
     with one_line_errors("generate.py"):
         engine = load(ranks.init_ranks(config, prompts), text)
@@ -556,12 +532,7 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
             keys.close()
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # later collections, and those at the end, leave the imports' objects out
-    gc.enable()
-    try:
-        with ranks.report_from_rank_0("generate.py"):
-            main(command=COMMAND)
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+def main_of_rank(command: Command | None) -> None:
+    """Run the command line in this process, which may be one of torchrun's ranks."""
+    with ranks.report_from_rank_0("generate.py"):
+        main(command=command)

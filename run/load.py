@@ -26,9 +26,9 @@ from backends.library import (
 from decode import Engine, Rescorer, build_cycles, cache_dtype
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
-from options import load_module, log_note, require
+from options import load_module, load_part, log_note, require
 from run import ranks
-from run.methods import MTP, has_extras, spec_of
+from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
 from run.prompts import read_grammar
@@ -100,9 +100,8 @@ def load(
     engine = replace(engine, load_s=time.perf_counter() - began)
     source = read_grammar(asked)
     if source is not None:
-        from drafts.grammar import Grammar
-
-        engine = replace(engine, guide=Grammar(engine, source))
+        grammar = load_part("extension", "grammar")
+        engine = replace(engine, guide=grammar.Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
     return warm_up(build_cycles(engine))
@@ -126,12 +125,12 @@ def _rescorer(
     config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
 ) -> Rescorer | None:
     """Return the penalties that requests may ask for. Raises: ValueError for no token's id."""
-    if not has_extras():
+    if not has_drafts():
         return None
-    from drafts.penalties import Penalties
-
     device = target.norm.weight.device
-    rescorer = Penalties(target.config.vocab_size, device, tokenizer, eos_ids)
+    rescorer = load_part("extension", "penalties").Penalties(
+        target.config.vocab_size, device, tokenizer, eos_ids
+    )
     rescorer.check(config.sampling)
     return rescorer
 
@@ -205,9 +204,7 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
 
     source = None
     if config.inflate:
-        from drafts.stand_in import target_source
-
-        source = target_source(config)
+        source = load_part("extension", "stand_in").target_source(config)
     quant = Quantization.of(config.quant, config.group_size)
     if skips_requantization(config, path):
         quant = None
@@ -276,7 +273,7 @@ def _note_attention(target: Transformer) -> None:
     if width % 16:
         log_note(f"attention with heads of width {width} {theirs}")
     elif weight.dtype == DTYPES["float16"]:
-        log_note(f"attention in float16 {theirs}; use --set dtype=bfloat16")
+        log_note(f"attention in float16 {theirs}; use --dtype bfloat16")
 
 
 def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> str:
@@ -287,11 +284,11 @@ def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> st
     from files.config import find_mtp
 
     # most models have no such layer, and their files are not opened a second time
-    may_draft = target.config.mtp and has_extras() and not config.inflate
+    may_draft = target.config.mtp and has_drafts() and not config.inflate
     if may_draft and find_mtp(path):
         return MTP
     one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
-    return "ngram" if one_cpu and config.accept == "exact" and has_extras() else "none"
+    return "ngram" if one_cpu and config.accept == "exact" and has_drafts() else "none"
 
 
 def _eos_ids(target: Transformer, tokenizer: Any, template: Any) -> tuple[int, ...]:
@@ -336,9 +333,7 @@ def accept_rule(config: GenerateConfig) -> Callable | None:
     """Return the rule of acceptance, or None for the exact one."""
     if config.accept == "exact":
         return None
-    from drafts.residual import accept_residual
-
-    return accept_residual
+    return load_part("extension", "residual").accept_residual
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
@@ -355,10 +350,9 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     module = load_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:
-        from drafts.residual import sample_children
-
+        rule = load_part("extension", "residual")
         for preset in method.presets:
-            sample_children(preset)
+            rule.sample_children(preset)
     if count > 1:
         from run import tp
 
@@ -367,9 +361,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
             log_note(f"the tree is dynamic, as {reason}")
         return tp.split_lm_head(target, method)
     if spec.scores_children and config.tree_shape == "auto" and config.draft != "none":
-        from drafts.auto_trees import with_trees
-
-        return with_trees(method, target, config, tokenizer)
+        return load_part("extension", "auto").with_trees(method, target, config, tokenizer)
     return method
 
 

@@ -7,10 +7,11 @@ Not here: the methods themselves. No torch is imported.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from functools import cache
 from typing import Any, NamedTuple
 
-from options import below_root
+from files.head_kinds import MTP as MTP
+from options import added, load_part, present, require
 
 
 class DraftMethodSpec(NamedTuple):
@@ -30,72 +31,36 @@ class DraftMethodSpec(NamedTuple):
     source: str = "head"  # of drafts, for a person
 
 
-MTP = "mtp"  # its head is a layer of the checkpoint
-DRAFTERS = {
+OWN = {
     "none": DraftMethodSpec("drafters", trees=(), scores_children=False, residual=False),
     "eagle": DraftMethodSpec("eagle_draft", extended="drafts.heads", head=True),
-    "medusa": DraftMethodSpec("drafts.medusa_draft", head=True),
-    "hydra": DraftMethodSpec("drafts.hydra_draft", head=True),
-    "block": DraftMethodSpec("drafts.block_draft", head=True),
-    MTP: DraftMethodSpec("drafts.mtp_draft", head=True, source="MTP layer"),
-    "assistant": DraftMethodSpec(
-        "drafts.assistant_draft", head=True, many_ranks=False, source="assistant"
-    ),
-    "ngram": DraftMethodSpec(
-        "drafts.ngram_draft",
-        trees=(),
-        scores_children=False,
-        searches_text=True,
-        keeps_texts=True,
-        source="lookup",
-    ),
-    "recycling": DraftMethodSpec(
-        "drafts.recycling_draft",
-        trees=("auto", "static"),
-        scores_children=False,
-        keeps_texts=True,
-        static_size_option=True,
-        residual=False,
-        many_ranks=False,
-        source="recycling",
-    ),
-    "lookahead": DraftMethodSpec(
-        "drafts.lookahead_draft",
-        trees=(),
-        scores_children=False,
-        residual=False,
-        many_ranks=False,
-        source="lookahead",
-    ),
-    "rest": DraftMethodSpec(
-        "drafts.rest_draft",
-        trees=("auto", "dynamic"),
-        scores_children=False,
-        residual=False,
-        many_ranks=False,
-        source="datastore",
-    ),
-    "model": DraftMethodSpec(
-        "drafts.model_draft", trees=("chain", "auto", "dynamic", "static"), source="draft model"
-    ),
-    "eagle+ngram": DraftMethodSpec(
-        "drafts.heads",
-        head=True,
-        trees=("dynamic",),
-        searches_text=True,
-        keeps_texts=True,
-        source="head with lookup",
-    ),
 }
-# of trained heads (files/head_kinds.py)
-HEAD_KINDS = tuple(name for name, spec in DRAFTERS.items() if spec.head and not spec.searches_text)
+
+
+@cache
+def known_drafters() -> dict[str, DraftMethodSpec]:
+    """Return the ways to draft by name: those of the flat files, and those that folders add."""
+    found = dict(OWN)
+    for name in added().get("drafters", {}):
+        found |= load_part("drafters", name).DRAFTERS
+    return found
+
+
+def head_kinds() -> tuple[str, ...]:
+    """Return the kinds of trained heads (files/head_kinds.py)."""
+    specs = known_drafters().items()
+    return tuple(name for name, spec in specs if spec.head and not spec.searches_text)
 
 
 def spec_of(config: Any) -> DraftMethodSpec:
     """Return the spec of a `GenerateConfig`; while its draft is undecided, that of a head."""
-    return DRAFTERS[config.draft or "eagle"]
+    name = config.draft or "eagle"
+    specs = known_drafters()
+    fault = f"--draft {name} is in the folder drafts/, which is not here; restore it, or drop that"
+    require(name in specs, fault)
+    return specs[name]
 
 
-def has_extras() -> bool:
-    """Return whether the optional folder is there, so that defaults may use it."""
-    return all(find_spec(below_root(name)) for name in ("drafts", "drafts.auto_trees"))
+def has_drafts() -> bool:
+    """Return whether the folder drafts/ is there, so that defaults may use it."""
+    return "drafts" in present()

@@ -27,16 +27,20 @@ from draft_tree import (
     parse_tree,
     read_tree,
 )
+from files.io import DEFAULT as DEFAULT
 from files.io import (
-    cache_folder,
     can_name_file,
     check_directory,
     check_outputs,
     is_gguf,
     is_model_name,
 )
-from options import PREFIX, require
-from run.methods import DRAFTERS, has_extras, spec_of
+from options import DEMO as DEMO
+from options import FORMAT_NAMES as FORMAT_NAMES
+from options import ROOT as ROOT
+from options import Options, require
+from options import option as option
+from run.methods import has_drafts, known_drafters, spec_of
 from run.option_rules import (
     CHAT,
     DRY,
@@ -60,19 +64,13 @@ from run.option_rules import (
     XTC,
     only_with,
 )
-from run.parsing import check_kinds, check_ranges, flag_of, option, processors, setting
+from run.parsing import check_kinds, check_ranges, flag_of, processors, setting
 from run.tree_paths import MEDUSA_PATHS
 
 if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
-ROOT = Path(__file__).resolve().parents[1]
-# files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
-FETCHED = cache_folder() / "checkpoints" if PREFIX else ROOT / "checkpoints"
-DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
-DEMO = str(ROOT / "checkpoints" / "demo")
 
-FORMAT_NAMES = ("int8", "int4")  # of quantized weights (backends/formats.py)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
@@ -126,10 +124,10 @@ sampler = partial(setting, also_flag=True)  # has the flag that llama.cpp or vLL
 
 # titles of the help and their options
 GROUPS = {
-    "the model": ("checkpoint", "quant", "context", "kv", "device", "compile", "plain"),
+    "the model": ("checkpoint", "quant", "context", "kv", "device", "dtype", "compile", "plain"),
     "the text": (
-        "prompt", "prompt_file", "interactive", "chat", "system", "max_new_tokens", "stop",
-        "grammar", "batch_size",
+        "prompt", "prompt_ids", "prompt_file", "interactive", "chat", "system", "max_new_tokens",
+        "ignore_eos", "stop", "grammar", "batch_size",
     ),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
     "drafting (the text is the same with any of it)": (
@@ -140,7 +138,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Options):
     """Options of a run. Units and effects are in the help texts."""
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = GROUPS
@@ -151,7 +149,6 @@ class GenerateConfig:
         "hf:OWNER/NAME:Q4_K_M on a hub and ollama:NAME; the default is fetched once (93 MB)",
         short="m",
     )
-    quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     context: int = option(
         0,
         "KV capacity in tokens; 0: what the model was trained for, if half of the free memory "
@@ -165,12 +162,6 @@ class GenerateConfig:
         "16 bits; default: the weights' dtype",
         ("int8",),
     )
-    device: str = option("", "cpu or cuda; default: cuda if there is one")
-    compile: bool | None = option(
-        None,
-        "on CUDA, compile the steps by torch.compile before they are captured: 4 to 11 % faster, "
-        "but seconds to minutes later; on a CPU nothing changes, as C++ operators run anyway",
-    )
     plain: bool = option(
         False,
         "run PyTorch in place of our operators and captured graphs, from now on in this process: "
@@ -182,7 +173,7 @@ class GenerateConfig:
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
         "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
         "CPU and none elsewhere",
-        tuple(DRAFTERS),
+        tuple(known_drafters()),
     )
     head: str = option(
         "",
@@ -243,7 +234,6 @@ class GenerateConfig:
         (), "text that ends an answer and is left out; it may be given several times"
     )
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
-    temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(
         1.0,
@@ -303,7 +293,6 @@ class GenerateConfig:
     )
 
     # of single runs
-    prompt_ids: str | None = setting(None, "token ids to continue, as 5,17,3; needs no tokenizer")
     control_tokens: str = setting(
         "programs",
         "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
@@ -313,7 +302,6 @@ class GenerateConfig:
     num_samples: int = setting(
         1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
     )
-    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
     show_drafts: bool = setting(
         False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
     )
@@ -388,11 +376,6 @@ class GenerateConfig:
     )
 
     # of the model
-    dtype: str = setting(
-        "",
-        "number type of weights and activations; default: the checkpoint's",
-        ("float32", "bfloat16", "float16"),
-    )
     group_size: int = setting(
         0,
         "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
@@ -468,7 +451,7 @@ class GenerateConfig:
         default = (*spec_of(self).trees, "auto")[0]
         if default == "auto" and self.accept != "exact":
             return "dynamic"
-        if default == "auto" and not has_extras():
+        if default == "auto" and not has_drafts():
             # arithmetic bounds a CPU's passes: a chain has the fewest rows
             device = self.device or pick_device("")
             return "dynamic" if device.startswith("cuda") else "chain"
@@ -543,7 +526,7 @@ class GenerateConfig:
         parse_biases(self.logit_bias)
         parse_ids(self.allowed_token_ids)
         fault = "penalties and logit_bias are in the folder drafts/, which is not here; restore it"
-        require(not self.sampling.rescores or has_extras(), fault)
+        require(not self.sampling.rescores or has_drafts(), fault)
 
     def check_acceptance(self) -> None:
         """Check that the rule of acceptance allows these parameters of sampling.
@@ -588,7 +571,7 @@ class GenerateConfig:
         }
         for flag, needed in in_extras.items():
             fault = f"{flag} is in the folder drafts/, which is not here; restore it, or drop that"
-            require(not needed or has_extras(), fault)
+            require(not needed or has_drafts(), fault)
         has_model = self.draft != "model" or self.draft_checkpoint != ""
         require(has_model, "--draft model needs --draft_checkpoint; name its directory")
 

@@ -20,12 +20,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, fields
 from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from options import NOTES, PREFIX, log_note, one_line, require
+from options import MOST, NOTES, PREFIX, fail, log_note, one_line, option, require
+from options import one_line_errors as mistakes_in_one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
@@ -35,8 +36,8 @@ PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "hugging
 # flags of the last release, which still work (`_OldFlag`): what is written now
 OLD = dict.fromkeys(
     (
-        "accept", "datastore", "draft_store", "dtype", "group_size", "ignore_eos",
-        "inflate", "num_samples", "profile", "prompt_ids", "quant_draft", "results",
+        "accept", "datastore", "draft_store", "group_size", "inflate", "num_samples", "profile",
+        "quant_draft", "results",
         "show_drafts", "threads", "trace", "verbose",
     ),
     "--set {name}={value}",
@@ -46,44 +47,6 @@ OLD = dict.fromkeys(
     "tree_topk": "--tree auto:,{value} or dynamic:,{value}",
     "tree_size": "--tree auto:,,{value} or dynamic:,,{value}",
 }  # fmt: skip
-MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fit 64 bits
-
-
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    needs: tuple[Any, ...] = (),
-    least: int | None = None,
-    most: int = MOST,
-    flag: bool = True,
-    rare: bool = False,
-    alias: str = "",
-    short: str = "",
-    **extra: Any,
-) -> Any:
-    """Make a dataclass field that is also a flag, unless `flag` is False.
-
-    least, most: the range of a number
-    rare: the command line has `--set name=value` in place of a flag
-    alias: another name of it, on the command line and in Python
-    short: a letter for the command line, as llama.cpp has it
-    extra: `spelled`, the option's name in messages; `parts`, a function that returns the options
-        that a text stands for, by name; `also_flag`, a rare option has a flag that no help shows
-    """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "needs": needs,
-        "least": least,
-        "most": most,
-        "flag": flag,
-        "rare": rare,
-        "alias": alias,
-        "short": short,
-        **extra,
-    }
-    return field(default=default, metadata=metadata)
 
 
 setting = partial(option, rare=True)  # for `--set`
@@ -237,12 +200,6 @@ class _OldFlag(argparse.Action):
         spelling = str(self.const).format(name=option_name, value=value)
         log_note(one_line(f"{name} is now {spelling}"))
         namespace.set = [*getattr(namespace, "set", []), f"{option_name}={value}"]
-
-
-def fail(program: str, message: str) -> NoReturn:
-    """End the program on a user's mistake: one line, exit status 2."""
-    print(f"{program}: {one_line(message)}", file=sys.stderr)
-    sys.exit(2)
 
 
 def parse(
@@ -430,10 +387,9 @@ def one_line_errors(program: str) -> Iterator[None]:
     Ctrl-C, a closed pipe and a full standard output end the program without a traceback.
     """
     try:
-        yield
-        sys.stdout.flush()  # at the end of the process a failure would be a traceback
-    except ValueError as error:
-        fail(program, str(error))
+        with mistakes_in_one_line(program):
+            yield
+            sys.stdout.flush()  # at the end of the process a failure would be a traceback
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
         _drop_output()
         sys.exit(141)
@@ -462,5 +418,3 @@ def one_line_errors(program: str) -> Iterator[None]:
             f"{error.name} is not here; restore the folder drafts/, "
             "or use --draft none or --tree dynamic",
         )
-    except KeyboardInterrupt:
-        sys.exit(130)  # as a shell reports it

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from files.io import LocalError, parse_json, parse_jsonl, read_named
-from options import one_line, require
+from options import DEMO, one_line, require
 from run.option_rules import SAMPLED
-from run.options import DEFAULT, DEMO, GenerateConfig, Sampling
+from run.options import DEFAULT, GenerateConfig, Sampling
 from run.parsing import SEVERAL, by_names, check_kinds
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
@@ -97,7 +97,7 @@ def _check_grammar(source: str | dict) -> None:
 def _parse_ids(text: str) -> list[int]:
     parts = text.replace(" ", "").split(",")
     if not all(re.fullmatch(r"-?\d+", part) for part in parts):
-        raise ValueError(f"--set prompt_ids must be numbers like 5,17,3; it is {text!r}")
+        raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {text!r}")
     return [int(part) for part in parts]
 
 
@@ -106,7 +106,7 @@ def _default_prompt(checkpoint: str) -> str:
         if os.path.realpath(path) == os.path.realpath(checkpoint):
             return prompt
     raise ValueError(
-        "no prompt; give one with --prompt, --prompt_file, --interactive or --set prompt_ids=IDS"
+        "no prompt; give one with --prompt, --prompt_file, --interactive or --prompt_ids=IDS"
     )
 
 

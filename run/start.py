@@ -8,8 +8,11 @@ Not here: the import (generate.py), the weights (run/load.py).
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from files.gguf_header import read_header
 from files.head_kinds import check_mtp, head_kind
 from files.io import is_gguf, read_json
-from options import require
+from options import load_module, require
 from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
@@ -45,9 +48,6 @@ def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig
     config, given = parse_given(GenerateConfig, "generate.py", about, argv)
     with one_line_errors("generate.py"):
         check(config)
-        # not in Python, where a seed may wait for a call with a temperature
-        has_effect = config.temperature > 0 or "seed" not in given
-        require(has_effect, "--seed has no effect at temperature 0; set --temperature")
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
     if config.interactive and "seed" not in given:  # a temperature may come in the chat
@@ -73,6 +73,26 @@ def with_text(command: Command) -> Command:
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
         return Command(config, command.prompts, text, command.to_end, command.keys)
+
+
+def main() -> None:
+    """Run generate.py: answer mistakes, then import torch, then decode.
+
+    torchrun's ranks answer mistakes together, behind the imports (run/ranks.py).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+    gc.disable()  # a collection would visit torch's 180,000 objects, which stay
+    command = None
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        command = with_text(read_command())
+    program = load_module("run.generate")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # later collections, and those at the end, leave the imports' objects out
+    gc.enable()
+    try:
+        program.main_of_rank(command)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def with_checked_files(config: GenerateConfig) -> GenerateConfig:

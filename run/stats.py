@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from run.methods import DRAFTERS
+from run.methods import known_drafters
 
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
 LEAST_VERIFY = 0.95  # vanilla passes; a pass over more rows costs no less, but for noise
@@ -160,7 +160,7 @@ def _details(stats: dict[str, Any]) -> str:
 def _sources(engine: Any, stats: Stats) -> list[str]:
     """Return the names of what drafted, the most used first."""
     rows = engine.policy.table(stats.presets)
-    own = DRAFTERS[engine.option("draft") or "eagle"].source
+    own = known_drafters()[engine.option("draft") or "eagle"].source
     counts: dict[str, int] = {}
     for preset, _ in stats.presets:
         if engine.presets[preset].size > 1:

@@ -164,7 +164,7 @@ from tqdm import tqdm
 
 from backends.cpp.build import folder_lock
 from files.config import read_raw
-from run.methods import HEAD_KINDS
+from run.methods import head_kinds
 from scripts import export_head
 from scripts.bench import papers
 from scripts.bench.measure import shown_path
@@ -486,7 +486,7 @@ def by_method(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 def has_head(method: str) -> bool:
     """Return whether a method drafts with a head."""
-    return method.split(":")[0] in HEAD_KINDS
+    return method.split(":")[0] in head_kinds()
 
 
 def mean(tasks: dict[str, float]) -> float:

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from files.head_kinds import gguf_head_kind, head_kind
 from files.io import check_outputs, is_gguf
 from options import log_note
-from run.methods import HEAD_KINDS, MTP
+from run.methods import MTP, head_kinds
 from run.options import DEMO, GenerateConfig, pick_device
 from run.parsing import SWITCHES, one_line_errors, option, parse
 
@@ -228,7 +228,7 @@ def methods_of(config: BenchConfig, setting: Setting) -> list[str]:
     """
     if config.methods != "all":
         return config.methods.split(",")
-    of_files = (*HEAD_KINDS, "model", "eagle+ngram", "rest")
+    of_files = (*head_kinds(), "model", "eagle+ngram", "rest")
     draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
     methods = [one for one in draft.metadata["choices"] if one and one not in of_files]
     for kind in ("eagle", MTP):
@@ -478,7 +478,7 @@ def summary(name: str, engine: Engine, rounds: list[dict], ceiling: float) -> di
     accepted = acceptance(lengths, engine.drafter.depth)
     timed = speed(name, rounds)
     same = [x for one in mine for x in one["identical"]]
-    chain = engine.option("draft") in (*HEAD_KINDS, "model") and engine.drafter.width == 1
+    chain = engine.option("draft") in (*head_kinds(), "model") and engine.drafter.width == 1
     pass_s = timed["verify_ms"] / 1e3
     return {
         **accepted,

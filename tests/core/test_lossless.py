@@ -227,7 +227,7 @@ SETTINGS = [*itertools.product(("llama", "mixtral"), (0.0, 1.0), (1, 2))]
 def matrix() -> Iterator[tuple]:
     """The cases of the test below. Hydra++ has no head for a mixture of experts."""
     for d, (kind, draft) in enumerate(KINDS.items()):
-        trees = methods.DRAFTERS[draft].trees or ("",)
+        trees = methods.known_drafters()[draft].trees or ("",)
         for m, mode in enumerate(MODES):
             (form, operators), tree = mode, trees[(m // 2 + d) % len(trees)]
             model, *sampled = SETTINGS[(m + d) % len(SETTINGS)]
@@ -268,7 +268,7 @@ def files_of(tmp_path_factory):
             return {"datastore": str(path)}
         if kind in ("eagle", "eagle+ngram"):
             return {"head": str(GOLDEN / MODELS[model][1])}
-        if KINDS[kind] not in (*methods.HEAD_KINDS, "model"):
+        if KINDS[kind] not in (*methods.head_kinds(), "model"):
             return {}
         write_drafter(path, kind, MODELS[model][0])
         return {"draft_checkpoint" if kind == "model" else "head": str(path)}
@@ -305,7 +305,7 @@ def test_every_drafter_gives_vanillas_tokens(
         switch(["all"])
     options = {"tree": tree, "compile": operators == "compiled", **files_of(kind, model)}
     draft = KINDS[kind]
-    if draft not in methods.HEAD_KINDS:  # the files say which head it is
+    if draft not in methods.head_kinds():  # the files say which head it is
         options["draft"] = draft
     engine = loaded(model, form, temperature, batch, **options)
     assert engine.option("draft") == draft

@@ -18,58 +18,30 @@ from typing import NamedTuple
 import pytest
 
 import model
+import options
 from helpers import FOLDERS
-from models.registry import ROWS
 from run import generate
-from run.methods import DRAFTERS
 from run.options import DEMO, GenerateConfig
 
-ROOT = Path(generate.__file__).parent
+ROOT = options.ROOT
 # from the ground up; a module may import its own folder's modules and those of lower floors
 FLOORS = (
-    ("base",),
-    ("ops",),
-    ("draft_tree",),
-    ("options",),
-    ("sampling", "runtime", "kv_cache", "linear", "stats"),
-    ("observer",),
+    ("options", "draft_tree"),
+    ("reference",),
+    ("quantize", "runtime", "kv_cache", "sampling"),
     ("steps",),
-    ("fusions",),
-    ("model",),
-    ("models", "drafters"),
-    ("hf",),
-    ("decode", "eagle_draft", "quantize", "parallel"),
-    ("session", "cli"),
-    ("scheduler",),
-    ("extras",),
-    ("load",),
-    ("generate",),
+    ("model", "backends"),
+    ("drafters",),
+    ("eagle_draft",),
+    ("decode",),
+    ("files",),
+    ("models", "run"),
+    ("drafts",),
     ("server",),
-    ("scripts", "examples", "setup"),
+    ("generate", "scripts", "examples", "setup"),
 )
 # their __init__ files import nothing
-PACKAGES = {
-    "ops",
-    "backends.cpp",
-    "backends.triton",
-    "hf",
-    "models",
-    "extras",
-    "base",
-    "cli",
-    "parallel",
-    "server",
-}
-# what an option asks for beside a drafter; the list may only shrink
-EXTRAS_NAMED = {
-    ("load", "drafts.auto_trees"),
-    ("load", "drafts.grammar"),
-    ("load", "drafts.penalties"),
-    ("load", "drafts.residual"),
-    ("load", "drafts.stand_in"),
-    ("generate", "drafts.grammar"),
-    ("generate", "run.repl"),
-}
+PACKAGES = {"backends", "backends.cpp", "backends.triton", *options.FOLDERS}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -124,11 +96,6 @@ def floor(name: str) -> int:
 def arrows() -> dict[str, set[str]]:
     trees = modules()
     found = {name: imports(tree, set(trees)) - {name} for name, tree in trees.items()}
-    # the modules of the tables that are imported by name
-    found["files.config"] |= {f"models.{row.module}" for row in ROWS}
-    found["files.gguf"] |= {f"models.{row.module}" for row in ROWS}
-    found["load"] |= {spec.module for spec in DRAFTERS.values()}
-    found["load"] |= {spec.extended for spec in DRAFTERS.values() if spec.extended}
     return found
 
 
@@ -178,19 +145,6 @@ def test_arrows_point_down(arrows):
         if room(a) != room(b) and floor(a) <= floor(b)
     ]
     assert not up
-
-
-def test_the_core_names_no_extra(arrows):
-    """Floors keep extras out of what runs a cycle. Loading and the command may name these."""
-    table = {extra for spec in DRAFTERS.values() for extra in (spec.module, spec.extended)}
-    named = {
-        (name, extra)
-        for name in ("load", "generate")
-        for extra in arrows[name] - table
-        if room(extra) == "extras"
-    }
-    assert named <= EXTRAS_NAMED
-    assert floor("session") < floor("extras")
 
 
 @pytest.mark.parametrize("rules", [["check"], ["format", "--check"]], ids=" ".join)
@@ -287,66 +241,16 @@ def test_what_one_edits_is_what_runs(monkeypatch):
     def edited(*inputs):
         raise RuntimeError("Layer.forward was edited")
 
-    for options in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
+    for own in ({}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}):
         with monkeypatch.context() as patch:
             patch.setattr(model.Layer, "forward", edited)
             with pytest.raises(RuntimeError, match="was edited"):
                 generate.generate(
                     generate.load(
-                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **options
+                        checkpoint=DEMO, max_new_tokens=4, device="cpu", compile=False, **own
                     ),
                     [[5]],
                 )
-
-
-def test_extras_can_be_deleted(tmp_path):
-    """Vanilla and EAGLE decoding, the default with a head, give the same tokens without the folder.
-
-    An option that needs the folder ends in one line that says so.
-    """
-    for source in [
-        *ROOT.glob("*.py"),
-        *(
-            ROOT / name
-            for name in (
-                "base",
-                "cli",
-                "parallel",
-                "hf",
-                "models",
-                "ops",
-                "checkpoints/demo",
-                "checkpoints/demo-eagle",
-            )
-        ),
-    ]:
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, tmp_path / source.relative_to(ROOT))
-
-    common = [*EAGER[2:], "--checkpoint", "checkpoints/demo"]
-    runs = [["--draft", "none"], ["--tree", "dynamic"], []]
-    refused = [["--draft", "ngram"], ["--tree", "auto"], ["--draft", "none", "--interactive"]]
-    code = f"""
-from run import generate
-for argv in {runs + refused}:
-    try:
-        generate.main({common} + argv)
-    except SystemExit as stop:
-        print("status", stop.code)
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert lines[-3:] == ["status 2"] * 3
-    *rates, first, second, third = done.stderr.splitlines()
-    assert len(rates) == 3 and all("tokens/s" in rate for rate in rates), done.stderr
-    for flag, line in zip(
-        ("--draft ngram", "--tree auto", "--interactive"), (first, second, third)
-    ):
-        assert f"{flag} is in the folder drafts/, which is not here; restore it" in line
-    size = (len(lines) - 3) // len(runs)
-    vanilla, *drafted = (lines[i * size : (i + 1) * size] for i in range(len(runs)))
-    assert all(each == vanilla for each in drafted) and len("".join(vanilla)) > 30
 
 
 def test_steps_change_records_as_every_torch_compiles_it():
@@ -355,7 +259,7 @@ def test_steps_change_records_as_every_torch_compiles_it():
         file
         for file in sources()
         if file.suffix == ".py"
-        and not {"hf", "scripts", "server"} & set(file.relative_to(ROOT).parts)
+        and not {"files", "scripts", "server"} & set(file.relative_to(ROOT).parts)
     ]
     assert len(steps) > 20 and not [file for file in steps if "._replace(" in file.read_text()]
 
@@ -404,7 +308,7 @@ def test_mistakes_are_answered_before_torch_is_imported():
         "--tree chain:a": "is none of them",
         "--tree chain:0": "must be at least 1; it is 0",
         "--set dtyp=float32": "there is no option dtyp; did you mean dtype?",
-        "--set dtype=int3": "must be one of float32, bfloat16, float16; it is 'int3'",
+        "--dtype int3": "invalid choice: 'int3'",
         "--device tpu": "--device must be cpu or cuda; it is tpu",
         "--checkpoint nowhere": "no such directory: nowhere",
         "--prompt_file nowhere": "cannot read nowhere",
@@ -438,8 +342,6 @@ REFUSED = [
     ("generate.py --checkpoint {odd} --prompt a", "architecture PhiForCausalLM is not supported"),
     (f"generate.py --checkpoint {DEMO} --head {SMOLLM2_HEAD} --prompt a",
      "hidden_size is 576, the target's is 256; use the head made for this target"),
-    (f"generate.py --head {DEMO}-eagle --prompt a",
-     "hidden_size is 256, the target's is 576; use the head made for this target"),
     (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.lark --prompt a",
      "the grammar is refused: 1(10): lexer error"),
     (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.json --prompt a",
@@ -475,6 +377,14 @@ def test_a_refusal_that_needs_only_a_header_imports_no_torch(tmp_path):
             run,
         )
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.smollm2
+def test_the_header_of_a_gguf_file_refuses_a_head(smollm2):
+    line = f"generate.py --checkpoint {smollm2} --head {DEMO}-eagle --prompt a"
+    (run,) = run_without(("torch", "safetensors"), [line])
+    message = "hidden_size is 256, the target's is 576; use the head made for this target"
+    assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, run
 
 
 def test_a_program_without_a_package_says_so_in_a_line():

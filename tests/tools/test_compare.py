@@ -13,7 +13,7 @@ import torch
 from drafter_files import write_token_heads
 from files.weights import load_model
 from helpers import refused
-from run.methods import HEAD_KINDS
+from run.methods import head_kinds
 from run.options import DEMO, GenerateConfig
 from run.parsing import parse
 from scripts import compare
@@ -88,7 +88,7 @@ def test_heads_of_every_kind_are_compared(prompts, capsys, tmp_path):
 
 
 def test_every_kind_of_head_has_methods():
-    assert set(compare.OF_KIND) == set(HEAD_KINDS)
+    assert set(compare.OF_KIND) == set(head_kinds())
     for kind, methods in compare.OF_KIND.items():
         assert all(method.startswith(kind) for method in methods)
 

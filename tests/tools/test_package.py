@@ -104,7 +104,7 @@ def test_an_installed_command_decodes_beside_another_programs_modules(installed)
 
 
 def test_the_optional_folder_is_found(installed):
-    code = "from gpt_eagle.base.methods import has_extras; print(has_extras())"
+    code = "from gpt_eagle.run.methods import has_drafts; print(has_drafts())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True
     )

@@ -274,6 +274,7 @@ def test_a_short_measurement(tmp_path, small, monkeypatch, capsys):
         checkpoint=str(checkpoint), prompts=str(small / "given.jsonl"), chat="vicuna", device="cpu"
     )
     measured = measurement(monkeypatch, checkpoint, hours=2)
+    monkeypatch.setattr(plan.time, "perf_counter", FakeTime(0.01).perf_counter)
     least_s = [least_seconds(measured.costs)]
     measured.answers(config.answers())
     least_s.append(least_seconds(measured.costs))

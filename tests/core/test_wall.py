@@ -1,0 +1,117 @@
+"""The wall: the flat files run alone, and each folder may be deleted."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import options
+from helpers import FOLDERS
+
+ROOT = options.ROOT
+FLAT = [file for file in sorted(ROOT.glob("*.py")) if file.name != "setup.py"]
+MOST_FILES = 13
+MOST_LINES = 4600
+# packages that the flat files may name
+PACKAGES = {"torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "triton"}
+PROMPT = "def read_lines(path):"
+TREES = ("chain:3", "static", "dynamic:6,8,32")
+DEMO = ["--checkpoint", "checkpoints/demo", "--device", "cpu", "--prompt", PROMPT]
+RUN = """
+import contextlib, io, json, sys
+import generate
+found = []
+for argv in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        generate.main([*argv, "--json", "-"])
+    found.append(json.loads(out.getvalue())["tokens"])
+print(json.dumps(found))
+"""
+
+
+def copied(folder: Path, without: str = "") -> Path:
+    """Copy the flat files and the demo; the folders but one are links. Returns: the folder."""
+    for file in FLAT:
+        shutil.copy(file, folder)
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir()
+    for name in ("demo", "demo-eagle"):
+        (checkpoints / name).symlink_to(ROOT / "checkpoints" / name)
+    if without:
+        for name in (*FOLDERS, "data"):
+            if name != without:
+                (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_the_flat_files_are_few_and_name_only_each_other():
+    assert len(FLAT) <= MOST_FILES
+    assert sum(len(file.read_text().splitlines()) for file in FLAT) <= MOST_LINES
+    own = {file.stem for file in FLAT}
+    for file in FLAT:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            roots = {name.partition(".")[0] for name in names}
+            assert roots <= own | PACKAGES | sys.stdlib_module_names, (file.name, roots)
+
+
+def test_the_flat_files_alone_decode_exactly(tmp_path):
+    """Chains, static and dynamic trees have vanilla's tokens, in 32, 8 and 4 bits, T = 0 and 0.8."""
+    commands = []
+    for quant in ("none", "int8", "int4"):
+        for sampled in ([], ["--temperature", "0.8", "--seed", "7"]):
+            own = [*DEMO, "--dtype", "float32", "--max_new_tokens", "48", "--quant", quant]
+            commands.append([*own, *sampled, "--draft", "none"])
+            commands += [[*own, *sampled, "--draft", "eagle", "--tree", tree] for tree in TREES]
+    command = [sys.executable, "-c", RUN, json.dumps(commands)]
+    done = subprocess.run(command, cwd=copied(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    size = 1 + len(TREES)
+    runs = [found[first : first + size] for first in range(0, len(found), size)]
+    assert len(runs) == 6
+    for vanilla, *drafted in runs:
+        assert all(each == vanilla for each in drafted) and len(vanilla[0]) > 40
+    assert len({str(vanilla) for vanilla, *_ in runs}) > 3  # formats and draws differ
+
+
+# a folder -> an option that it adds
+ADDED = {
+    "backends": [],
+    "models": [],
+    "files": ["--interactive"],
+    "drafts": ["--draft", "ngram"],
+    "run": ["--interactive"],
+    "server": [],
+}
+
+
+@pytest.mark.parametrize("folder", options.FOLDERS)
+def test_a_folder_may_be_deleted(tmp_path, folder):
+    """A demo's answer is what it was; an option of the folder is refused in one line."""
+    where = copied(tmp_path, without=folder)
+
+    def run(*argv: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "generate.py", *DEMO, "--max_new_tokens", "12", *argv]
+        return subprocess.run(command, cwd=where, capture_output=True, text=True)
+
+    done = run("--json", "-")
+    assert done.returncode == 0, done.stderr
+    tokens = json.loads(done.stdout)["tokens"]
+    assert tokens == json.loads(run("--draft", "none", "--json", "-").stdout)["tokens"]
+    assert len(tokens[0]) == 12
+    if ADDED[folder]:
+        refused = run(*ADDED[folder])
+        lines = refused.stderr.splitlines()
+        assert refused.returncode == 2 and len(lines) == 1 and f"{folder}/" in lines[0], lines
