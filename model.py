@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from backends.cpp.layers import FusedModel, fits, steps_of
 from backends.fusions import FusedLayers
 from kv_cache import KVCache, StateShape, Window, sliding
-from linear import Linear
+from quantize import Linear
 from reference import TORCH, Backend, row_width
 from runtime import replace_fields
 from steps import (

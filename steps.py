@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from backends.attention import with_sinks
 from backends.cpp.layers import REGISTERS, CppStep, embedding_operands
 from kv_cache import TAPS, LayerState, StateShape, Window, causal_window
-from linear import Linear
 from models.recurrent import DeltaWeights
+from quantize import Linear
 from reference import TORCH, Backend
 from runtime import replace_fields
 
