@@ -245,7 +245,7 @@ def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
 
 def test_the_flag_end_to_end(short_demo, capsys):
     """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
-    options = "--device cpu --set dtype=float32 --json - --set prompt_ids=5,17,3"
+    options = "--device cpu --dtype float32 --json - --prompt_ids 5,17,3"
     argv = shlex.split(f"--checkpoint {short_demo} {options} --max_new_tokens 12")
     generate.main(argv)
     want = capsys.readouterr()

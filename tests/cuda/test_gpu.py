@@ -920,7 +920,7 @@ def test_two_gpus_decode_what_one_does(tmp_path, compile):
         out = tmp_path / f"{number}.json"
         command = [sys.executable, *start, "generate.py", "--checkpoint", DEMO, *compile]
         command += (
-            f"--json {out} --device cuda --set dtype=float32 --temperature 1 --tree dynamic".split()
+            f"--json {out} --device cuda --dtype float32 --temperature 1 --tree dynamic".split()
         )
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0 and "not captured" not in done.stderr, done.stderr

@@ -191,7 +191,7 @@ def test_a_device_that_cannot_says_why(monkeypatch, capsys):
 
 def test_rows_of_another_type_are_refused():
     units = int4.pack_fragments(*random_layer(32, 128, 128, False))
-    with pytest.raises(ValueError, match="use --set dtype=bfloat16"):
+    with pytest.raises(ValueError, match="use --dtype bfloat16"):
         int4.multiply(torch.ones(1, 128), units)
 
 

@@ -534,7 +534,7 @@ def sentencepiece_texts(count=1000) -> list[str]:
 
 
 SPOILT_TOKENIZERS = {
-    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --set prompt_ids"),
+    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --prompt_ids"),
     "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, gemma4, llama"),
     "no tokens": ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens must be a list, not 'x'"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
@@ -544,7 +544,7 @@ SPOILT_TOKENIZERS = {
     "scores": ({"tokenizer.ggml.model": "llama"}, "the metadata tokenizer.ggml.scores is missing"),
     "no unknown": (
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0] * len(BPE_METADATA["tokenizer.ggml.tokens"])},
-        "holds no sentencepiece model .*; use --set prompt_ids",
+        "holds no sentencepiece model .*; use --prompt_ids",
     ),
     "short scores": ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "must be a number per token"),
 }  # fmt: skip

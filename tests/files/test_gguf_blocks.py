@@ -270,9 +270,7 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = (
-        f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
-    )
+    note = f"note: weights run as they are in the file ({kinds}); --dtype bfloat16 converts them\n"
     assert capsys.readouterr().err == note
     assert {layer.wqkv.format for layer in engine.target.layers} == {BLOCKS}
 
@@ -595,7 +593,7 @@ def test_experts_of_several_types(capsys, tmp_path):
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
     err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))
-    said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --set dtype"
+    said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --dtype"
     assert re.search(said, err), err
     assert load_model(path, torch.bfloat16)
 
