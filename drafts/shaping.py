@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from backends.backends import Backend
 from torch import Tensor
 
 import sampling
 from draft_tree import DecodedTokens, DraftTree
 from drafts.penalties import Penalties
+from reference import Backend
 from run.options import Sampling
 from runtime import replace_fields
 from sampling import SamplingTensors, may_be
