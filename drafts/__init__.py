@@ -5,7 +5,7 @@ ADDS = {
     "drafters": {"drafts": "drafts.methods"},
     "extension": {
         "grammar": "drafts.grammar",
-        "penalties": "drafts.penalties",
+        "shaping": "drafts.shaping",
         "residual": "drafts.residual",
         "auto": "drafts.auto_trees",
         "stand_in": "drafts.stand_in",

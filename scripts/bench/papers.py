@@ -121,12 +121,12 @@ COMMAND = parse(BenchConfig, "papers.py", __doc__) if __name__ == "__main__" els
 import torch
 from tqdm import tqdm
 
-from decode import Engine
 from files.chat import NO_TEMPLATE
 from files.checkpoint import WeightFiles
 from files.config import find_mtp
 from files.fetch import fetched
 from files.known_heads import own_head
+from run.engine import Engine
 from run.generate import Batch, Turn, encode, first_ids, load
 from run.stats import Stats, peak_memory_bytes
 from scripts.bench.measure import (
@@ -631,7 +631,7 @@ def measure_unit(bench: Bench, unit: Unit, engines: dict[str, Engine], bar: tqdm
 
 def failed_captures(engine: Engine) -> int:
     """Count the steps of finished sessions whose capture as a graph failed."""
-    replays = [step for buffers in engine.cycles.buffers for step in buffers.replays.values()]
+    replays = [step for buffers in engine.free for step in buffers.replays.values()]
     return sum(step.capture_failed for step in replays)
 
 

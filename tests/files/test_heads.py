@@ -405,7 +405,7 @@ def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
     model, head = target(), load_head(HEAD, target())
     rows = []
     for chunk in (256, 16):
-        monkeypatch.setattr("run.session.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
         calls = record(monkeypatch, EagleDrafter, "extend")
         drafter = EagleDrafter(head, model, StaticTree.chain(3))
         session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
