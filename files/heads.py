@@ -49,7 +49,7 @@ from files.weights import check_layers, layer_names
 from model import ModelConfig
 from models.keys import WIDTH, HFConfig, HFSwiGLU
 from options import log_note, require
-from quantize import BLOCKS, FORMATS, Linear, Quantization, fit_group
+from quantize import BLOCKS, FORMATS, Linear, Quantization, decode, fit_group
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -225,7 +225,7 @@ def head_files(path: Path, form: str) -> TensorSource:
 
 
 def _numbers(format: str, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Tensor:
-    return FORMATS[format].decode(from_file(format, codes()), scale())
+    return decode(from_file(format, codes()), scale())
 
 
 def version_of(names: Iterable[str]) -> int:
