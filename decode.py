@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 import sampling
-from backends.backends import choose, use_backend
 from draft_tree import Accepted, DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
 from options import Sampling
+from reference import choose, use_backend
 from runtime import (
     HostCopy,
     Replay,

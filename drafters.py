@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 import sampling
-from backends.backends import TORCH, Backend, use_backend
 from draft_tree import (
     MAX_NODES,
     Candidates,
@@ -39,7 +38,7 @@ from draft_tree import (
 from kv_cache import KVCache, Window
 from model import Transformer
 from options import require
-from reference import joined
+from reference import TORCH, Backend, joined, use_backend
 from sampling import SamplingTensors
 
 

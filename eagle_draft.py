@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backends.backends import TORCH, Backend, use_backend
 from backends.cpp.layers import FusedHead, fits, steps_of_head
 from backends.fusions import FusedLayers
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
-from files.checkpoint import Quantization, TensorSource, WeightFiles, saved_quantization
+from files.checkpoint import TensorSource, WeightFiles, saved_quantization
 from files.heads import (
     EagleConfig,
     HeadFiles,
@@ -39,10 +38,10 @@ from files.heads import (
     print_notes,
     read_head,
 )
-from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from quantize import Linear, Quantization, Storage, load_weights
+from reference import TORCH, Backend, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import (

@@ -4,7 +4,7 @@ The cache is a plain tuple of tensors that the caller owns. A step writes its ke
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
 and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
-A cache in 8 bits has dtype int8; backends/kv_codes.py says what its rows hold.
+A cache in 8 bits has dtype int8; reference.py says what its rows hold.
 
 A recurrent layer has no slots. It keeps a state behind tokens that are sure to stay, and the inputs
 of the nodes behind them (`LayerState`): the next pass replays those that were accepted. So a node's
@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.backends import TORCH, Backend
-from backends.kv_codes import row_width
+from reference import TORCH, Backend, row_width
 
 TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
 MOST_NODES = 64  # of a tree, where the cache's owner knows no better

@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backends.backends import TORCH, Backend
 from backends.cpp.layers import FusedModel, fits, steps_of
 from backends.fusions import FusedLayers
-from backends.kv_codes import row_width
 from kv_cache import KVCache, StateShape, Window, sliding
-from linear import Linear
+from quantize import Linear
+from reference import TORCH, Backend, row_width
 from runtime import replace_fields
 from steps import (
     Add,

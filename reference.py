@@ -1,29 +1,31 @@
-"""The functions of a backend (backends/backends.py) in plain PyTorch: what decoding computes.
+"""Every operator of decoding in plain PyTorch: the definitions, and the choice of a backend.
 
-They run with --plain, without a C++ compiler and without Triton, and the other backends are tested
-against them, most of them bit for bit. All have fixed shapes, so that torch.compile fuses them with
-the operations around them.
 1. Scores: noise, cuts, the best tokens.
 2. The tree: the next level, the nodes, acceptance.
 3. The cycle: decided tokens, slots and positions, moves in the cache.
-4. The model: norms, gates, RoPE, attention.
+4. The model: norms, gates, RoPE, rows of the cache, attention.
 5. Linear layers: float and packed weights, experts, a router's scores.
-Not here: the lookups of drafts/, whose plain versions stand there.
+6. A `Backend` has these functions as one device runs them: those of the folder backends/ where it
+   has its own, which are tested against the definitions, most of them bit for bit.
+
+The definitions have gradients, and fixed shapes, so that torch.compile fuses them with the
+operations around them. They run with --plain, and where the folder is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from backends import kv_codes
-from backends import weight as weights
-from backends.weight import LAYOUTS, Weight
 from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+from options import added, has_part, load_part
 
 # ------------------------------------------------------------------------------------------- noise
 
@@ -101,11 +103,6 @@ def gumbel(
 
 
 # ------------------------------------------------------------------------------------------ scores
-
-
-def soft_cap(scores: Tensor, cap: float) -> Tensor:
-    """Bound scores smoothly between -cap and cap. scores: fp32. Source: Gemma 2 (2408.00118)."""
-    return cap * torch.tanh(scores / cap)
 
 
 def cut(
@@ -563,11 +560,6 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
 
 # --------------------------------------------------------------------------------------- the model
 
-# features whose squares are added first, where a norm's division waits (backends/epilogues.py)
-PART = 64
-# the norms of every query head and every key head: weights, [E] each, and epsilon
-HeadNorms = tuple[Tensor, Tensor, float]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide every row by its root mean square, with fp32 statistics. Source: arXiv 1910.07467.
@@ -580,17 +572,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ((wide * scale).to(x.dtype) * weight).to(x.dtype)
 
 
-def add(x: Tensor, delta: Tensor) -> Tensor:
-    """Add a layer's output to the residual stream, [..., F] both."""
-    return (x + delta).to(x.dtype)
-
-
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `add` and the `rms_norm` of its result; weight: [F]. Returns: both, [..., F] each."""
-    x = add(x, delta)
-    return x, rms_norm(x, weight, eps)
-
-
 def swiglu(y: Tensor) -> Tensor:
     """Multiply the SiLU of the first half of every row by the second half.
 
@@ -598,27 +579,6 @@ def swiglu(y: Tensor) -> Tensor:
     """
     gate, up = y.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def geglu(y: Tensor) -> Tensor:
-    """Multiply the GELU of the first half of every row, by its tanh form, by the second half.
-
-    y: [..., 2 F]. Returns: [..., F]. Sources: arXiv 2002.05202, 1606.08415.
-    """
-    gate, up = y.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def clamped_swiglu(y: Tensor, alpha: float, limit: float) -> Tensor:
-    """Multiply a SiLU of the first half of every row by one plus the second half, both bounded.
-
-    y: [..., 2 F]; alpha: of the sigmoid's argument
-    limit: the first half is at most so large, the second half's magnitudes are
-    Returns: [..., F]. Source: gpt-oss (arXiv 2508.10925).
-    """
-    gate, up = y.chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
 def rope_angles(freq: Tensor, positions: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -664,45 +624,59 @@ def rotary_cache(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate queries and keys, after their norms if any, and write keys and values to the cache.
+    """Rotate queries and keys, and write keys and values to the cache.
 
     qkv: [B, T, H + 2 Hkv, E]
     k, v: [B, Hkv, S, E]; slots: [B, T] int64
     Writes: k, v at the slots.
     Returns: the queries, [B, T, H, E].
     """
-    if norms is not None:
-        qkv = norm_heads(qkv, k.shape[1], norms)
-    return rotate_into(k, v, slots, qkv, rope, rotary)
-
-
-def norm_heads(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> Tensor:
-    """Norm every query and every key, head by head: [B, T, H + 2 Hkv, E].
-
-    Source: Qwen3 (arXiv 2505.09388).
-    """
-    of_q, of_k, eps = norms
-    q, k, v = qkv.tensor_split((-2 * kv_heads, -kv_heads), dim=2)
-    return torch.cat((rms_norm(q, of_q, eps), rms_norm(k, of_k, eps), v), dim=2)
-
-
-def rotate_into(
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    qkv: Tensor,
-    rope: tuple[Tensor, Tensor],
-    rotary: Callable,
-) -> Tensor:
-    """Compute `rotary_cache` without norms, by a backend's `rotary`. Writes: k, v at the slots."""
     kv_heads = k.shape[1]
     queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads)
-    batch = torch.arange(len(qkv), device=qkv.device)[:, None]  # [B, 1]
-    k[batch, :, slots] = kv_codes.encode(keys, k.dtype)
-    v[batch, :, slots] = kv_codes.encode(qkv[:, :, -kv_heads:], v.dtype)
+    write_rows(k, v, slots, keys, qkv[:, :, -kv_heads:])
     return queries
+
+
+def write_rows(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write keys and values, [B, T, Hkv, E], to the cache. Writes: k, v at the slots, [B, T]."""
+    batch = torch.arange(len(slots), device=slots.device)[:, None]  # [B, 1]
+    k[batch, :, slots] = encode_rows(keys, k.dtype)
+    v[batch, :, slots] = encode_rows(values, v.dtype)
+
+
+# A row of the cache is the key, or the value, of one head in one slot. In 8 bits it has E codes
+# -127 .. 127 of a byte each, and behind them a bf16 scale for each group of elements. It depends on
+# its own numbers alone, so that a node of a tree has the row that its token has without drafting.
+CACHE_GROUP = 32  # elements that share a scale; the last group of a row may have fewer
+
+
+def row_width(elements: int, dtype: torch.dtype) -> int:
+    """Return the numbers of a cache's row for a head of so many elements. int8: in 8 bits"""
+    if dtype != torch.int8:
+        return elements
+    return elements + torch.bfloat16.itemsize * -(-elements // CACHE_GROUP)
+
+
+def encode_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values as rows of a cache. x: [..., E] -> [..., row_width] of the dtype"""
+    if dtype != torch.int8:
+        return x.to(dtype)
+    elements = x.shape[-1]
+    groups = F.pad(x.float(), (0, -elements % CACHE_GROUP)).unflatten(-1, (-1, CACHE_GROUP))
+    scale = (groups.abs().amax(-1).clamp(min=1e-30) / 127).bfloat16()  # [..., G]
+    codes = (groups / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((codes.flatten(-2)[..., :elements], scale.view(torch.int8)), -1)
+
+
+def decode_rows(rows: Tensor, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the keys or values of a cache's rows, [..., elements] of the dtype."""
+    if rows.dtype != torch.int8:
+        return rows.to(dtype)
+    codes, scale = rows.tensor_split((elements,), -1)
+    steps = scale.contiguous().view(torch.bfloat16).float()  # [..., G]
+    steps = steps.repeat_interleave(CACHE_GROUP, -1)[..., :elements]  # [..., elements]
+    return (codes * steps).to(dtype)
 
 
 def attention(
@@ -720,7 +694,7 @@ def attention(
 
     q: [B, T, H, E], in the cache's dtype; on a CPU also in fp32 over a cache in bf16 or in 8 bits
     k, v: [B, Hkv, S, E], the cache; the tokens' own keys and values are already in it. In 8 bits,
-        rows of `kv_codes.row_width`
+        rows of `row_width`
     start: [B] int64, slots below it are visible to all tokens; start + W <= S
     mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
     first: [B, T] int64, slots below it are hidden from a token and not read; 0 <= first < start + W
@@ -737,8 +711,8 @@ def attention(
         used = int(start.max()) + mask.shape[2]
         k = k[:, :, :used]
         v = v[:, :, :used]
-    k = kv_codes.decode(k, E).repeat_interleave(group, dim=1)  # [B, H, S, E] fp32
-    v = kv_codes.decode(v, E).repeat_interleave(group, dim=1)  # [B, H, S, E] fp32
+    k = decode_rows(k, E).repeat_interleave(group, dim=1)  # [B, H, S, E] fp32
+    v = decode_rows(v, E).repeat_interleave(group, dim=1)  # [B, H, S, E] fp32
     scores = q.transpose(1, 2).float() @ k.transpose(2, 3) * (scale or E**-0.5)  # [B, H, T, S]
     hidden = ~visible_slots(start, mask, first, k.shape[2])[:, None]  # [B, 1, T, S]
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -766,237 +740,7 @@ def visible_slots(start: Tensor, mask: Tensor, first: Tensor | None, slots: int)
     return visible & (torch.arange(slots, device=start.device) >= first[:, :, None])
 
 
-# --------------------------------------------------------------------------------- recurrent layers
-
-
-class DeltaWeights(NamedTuple):
-    """The weights of a GatedDeltaNet that are no projections."""
-
-    conv: Tensor  # [2 Hk Dk + H Dv, TAPS], the convolution of queries, keys and values
-    gates: Tensor  # [2, H] fp32, A_log and dt_bias
-    gain: Tensor  # [Dv], of the norm
-    eps: float
-    tiled: bool = False  # head h of values reads head h mod Hk of keys, and not head h Hk / H
-
-
-def delta_rule(
-    x: Tensor, kept: tuple[Tensor, ...], window: tuple[Tensor | None, ...], weights: DeltaWeights
-) -> Tensor:
-    """Run the recurrence of GatedDeltaNet over T nodes, each behind its parent's state.
-
-    1. The nodes that the last pass left, and that were accepted, go into the kept state.
-    2. Each node reads the state of its parent, and makes its own: one order along every path.
-    3. The state behind the nodes that are sure to be kept is kept, with the inputs of the others.
-
-    x: [B, T, C + H Dv]: queries, keys and values before their convolution, beta and decay before
-        their gates, [B, T, C]; then the gate of the output
-    kept: `kv_cache.LayerState`; window: slots, start, mask and kept of a `kv_cache.Window`
-    Writes: the state, but not of sequences that are done, whose prefix is empty.
-    Returns: [B, T, H Dv] in x's dtype.
-    Source: Gated DeltaNet (arXiv 2412.06464).
-    """
-    state = kept[0]
-    H, Dk, Dv = state.shape[1:]
-    C = kept[1].shape[2]
-    before = weights.conv.shape[1] - 1
-    replay = _Replay.begin(x[..., :C].float(), kept, window, before)
-    q, k, v = _convolved(replay, weights, (H, Dk, Dv))
-    numbers = _Numbers(q, k, v, *_gates(replay.rows[:, before:, -2 * H :], weights.gates))
-    began = torch.where(replay.fresh[:, None, None, None], 0, state)
-    states, y = _node_states(began, numbers, replay.count, replay.parents)
-
-    batch = torch.arange(len(x), device=x.device)
-    live = replay.live[:, None, None, None]
-    state.copy_(torch.where(live, states[batch, replay.sure], state))
-    replay.save(kept, before)
-
-    y = rms_norm(y, weights.gain, weights.eps)  # [B, T, H, Dv]
-    gate = x[..., C:].unflatten(-1, (H, Dv))
-    return (y * _silu(gate)).to(x.dtype).flatten(2)
-
-
-def short_conv(
-    x: Tensor, kept: tuple[Tensor, ...], window: tuple[Tensor | None, ...], conv: Tensor
-) -> Tensor:
-    """Run a gated convolution over T nodes, each behind its ancestors.
-
-    x: [B, T, 3 F]: the gate of the inputs, the gate of the outputs, and the inputs
-    kept, window: as for `delta_rule`; of the state the inputs alone are used
-    conv: [F, TAPS], of each channel by itself
-    Writes: the state, but not of sequences that are done.
-    Returns: [B, T, F] in x's dtype.
-    Source: LFM2 (arXiv 2511.23404).
-    """
-    before, of_outputs, inputs = x.float().chunk(3, -1)
-    taps = conv.shape[1]
-    replay = _Replay.begin(before * inputs, kept, window, taps - 1)
-    mixed = replay.convolve(conv)[:, -x.shape[1] :]  # [B, T, F]
-    replay.save(kept, taps - 1)
-    return (of_outputs * mixed).to(x.dtype)
-
-
-class _Replay(NamedTuple):
-    """The nodes of a pass, behind those of the last one that were accepted."""
-
-    rows: Tensor  # [B, before + R + T, C] fp32, inputs: oldest, of the last pass, of this one
-    above: Tensor  # [B, before + R + T], the row before each one along its path
-    parents: Tensor  # [B, T]; -1: the node follows the prefix
-    count: Tensor  # [B], nodes of the last pass that were accepted
-    sure: Tensor  # [B], nodes of this pass that are kept whatever is decided
-    live: Tensor  # [B], whether the sequence goes on
-    fresh: Tensor  # [B], whether it begins
-    first: Tensor  # [B], the slot of node 0
-
-    @staticmethod
-    def begin(
-        x: Tensor, kept: tuple[Tensor, ...], window: tuple[Tensor | None, ...], before: int
-    ) -> _Replay:
-        """Put the nodes behind those that were accepted.
-
-        x: [B, T, C] fp32; kept, window: as for `delta_rule`
-        before: rows that the convolution reads before a row
-        """
-        _, inputs, length = kept
-        slots, start, mask, sure = window
-        left = inputs.shape[1] - before  # R
-        first = slots[:, 0]
-        live = first == start
-        fresh = first == 0
-        length = torch.where(fresh, 0, length)
-        count = torch.where(live, first - length, 0).clamp(0, left)
-        rows = torch.cat((torch.where(fresh[:, None, None], 0, inputs), x), 1)
-        parents = parents_of(mask[:, :, : x.shape[1]])
-        above = _rows_above(parents, count, before, left)
-        sure = torch.zeros_like(count) if sure is None else sure
-        return _Replay(rows, above, parents, count, sure, live, fresh, first)
-
-    def convolve(self, conv: Tensor) -> Tensor:
-        """Convolve every channel along the paths: [B, R + T, channels]. conv: [channels, taps]"""
-        channels, taps = conv.shape
-        device = self.rows.device
-        batch = torch.arange(len(self.rows), device=device)[:, None]
-        at = torch.arange(taps - 1, self.rows.shape[1], device=device).expand(len(self.rows), -1)
-        mixed = torch.zeros((), device=device)
-        for tap in reversed(range(taps)):  # the row's own first
-            mixed = mixed + self.rows[batch, at, :channels] * conv[:, tap].float()
-            at = self.above.gather(1, at)
-        return mixed
-
-    def save(self, kept: tuple[Tensor, ...], before: int) -> None:
-        """Keep the inputs of the nodes that may be dropped. Writes: inputs and length of `kept`."""
-        _, inputs, length = kept
-        T = self.parents.shape[1]
-        batch = torch.arange(len(inputs), device=inputs.device)[:, None]
-        steps = torch.arange(inputs.shape[1], device=inputs.device)
-        steps = steps + (self.count + self.sure)[:, None]
-        node = steps - before - self.count[:, None]  # rows that are nodes of this pass: from 0 on
-        steps = torch.where(node < 0, steps, inputs.shape[1] + node.clamp(max=T - 1))
-        live = self.live[:, None, None]
-        inputs.copy_(torch.where(live, self.rows[batch, steps], inputs))
-        length.copy_(torch.where(self.live, self.first + self.sure, length))
-
-
-class _Numbers(NamedTuple):
-    """The numbers of R + T rows, all in fp32: those that the last pass left, then the nodes."""
-
-    q: Tensor  # [B, R + T, H, Dk]
-    k: Tensor
-    v: Tensor  # [B, R + T, H, Dv]
-    beta: Tensor  # [B, R + T, H]
-    decay: Tensor
-
-    def behind(self, old: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """Return the state behind row i, [B, H, Dk, Dv], and what its query reads there."""
-        keep = self.decay[:, i, :, None]  # [B, H, 1]
-        key = self.k[:, i, :, :, None]  # [B, H, Dk, 1]
-        query = self.q[:, i, :, :, None]
-        recalled = (old * key).sum(2)  # [B, H, Dv]
-        change = (self.v[:, i] - keep * recalled) * self.beta[:, i, :, None]
-        new = old * keep[..., None] + key * change[:, :, None]
-        # without the new state: a leaf of a tree needs none
-        return new, keep * (old * query).sum(2) + change * (key * query).sum(2)
-
-
-def _node_states(
-    state: Tensor, numbers: _Numbers, count: Tensor, parents: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the states behind the prefix and behind each node, and what the nodes read.
-
-    state: [B, H, Dk, Dv]; count: rows before the nodes that go into it first
-    Returns: [B, T + 1, H, Dk, Dv]; [B, T, H, Dv].
-    """
-    B, T = parents.shape
-    left = numbers.beta.shape[1] - T
-    for i in range(left):
-        new, _ = numbers.behind(state, i)
-        state = torch.where((i < count)[:, None, None, None], new, state)
-    states = state.new_empty(B, T + 1, *state.shape[1:])
-    states[:, 0] = state
-    batch = torch.arange(B, device=state.device)
-    read = []
-    for i in range(T):
-        states[:, i + 1], y = numbers.behind(states[batch, parents[:, i] + 1], left + i)
-        read.append(y)
-    return states, torch.stack(read, 1)
-
-
-def parents_of(mask: Tensor) -> Tensor:
-    """Return the parent of every node, [B, T]; -1: it has none. mask: [B, T, T] bool"""
-    nodes = torch.arange(mask.shape[1], device=mask.device)
-    ancestors = mask & (nodes < nodes[:, None])
-    return torch.where(ancestors, nodes, -1).amax(-1)  # parents precede children
-
-
-def _rows_above(parents: Tensor, count: Tensor, before: int, left: int) -> Tensor:
-    """Return the row before each one in `delta_rule`, along its path: [B, before + R + T]."""
-    in_order = torch.arange(before + left, device=parents.device).sub(1).clamp(min=0)
-    last = (before - 1 + count)[:, None]  # [B, 1], the row before node 0
-    of_nodes = torch.where(parents < 0, last, before + left + parents)  # [B, T]
-    return torch.cat((in_order.expand(len(parents), -1), of_nodes), 1)
-
-
-def _convolved(
-    replay: _Replay, weights: DeltaWeights, sizes: tuple[int, int, int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys of length 1 and values, [B, R + T, H, Dk or Dv]. sizes: H, Dk, Dv"""
-    H, Dk, Dv = sizes
-    mixed = _silu(replay.convolve(weights.conv))
-    keys = (len(weights.conv) - H * Dv) // 2
-    q, k, v = mixed.split((keys, keys, H * Dv), -1)
-    q, k = (_unit(part.unflatten(-1, (-1, Dk))) for part in (q, k))
-    shared = H * Dk // keys  # heads of values that read a head of keys
-    both = (q * Dk**-0.5, k)
-    if weights.tiled:
-        q, k = (part.repeat(1, 1, shared, 1) for part in both)
-    else:
-        q, k = (part.repeat_interleave(shared, 2) for part in both)
-    return q, k, v.unflatten(-1, (H, Dv))
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Divide every row by its length."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _silu(x: Tensor) -> Tensor:
-    """Return the SiLU in fp32, by way of fp64.
-
-    PyTorch's exponential of a vector and of the last elements of a tensor differ in the last bit.
-    """
-    return F.silu(x.double()).float()
-
-
-def _gates(raw: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return beta and decay, [B, R + T, H]. raw: [B, R + T, 2 H]"""
-    b, a = raw.double().chunk(2, -1)
-    rate, bias = gates.double()
-    return b.sigmoid().float(), torch.exp(-rate.exp() * F.softplus(a + bias)).float()
-
-
 # ----------------------------------------------------------------------------------- linear layers
-
-runs_passes = False  # whether whole passes of a model are one call
-merges_steps = False  # whether neighbouring steps are one launch (backends/fusions.py)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
@@ -1049,7 +793,7 @@ def experts_bias(y: Tensor, bias: Tensor, routing: Tensor) -> Tensor:
 
 def matmul(
     x: Tensor,
-    weight: Weight,
+    weight: Any,
     bias: Tensor | None = None,
     fp32_out: bool = False,
     routing: Tensor | None = None,
@@ -1059,40 +803,128 @@ def matmul(
     The weight is unpacked in every call; with a routing, every row meets every expert's.
 
     x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
-    bias: [N]; fp32_out: the result in fp32, never rounded
+    weight: a `quantize.Weight`; bias: [N]; fp32_out: the result in fp32, never rounded
     routing: from `route`, of a stack
     Returns: [..., N] in x's dtype, or fp32.
     """
     rows = x.reshape(-1, x.shape[-1])
     if routing is None:
-        y = _unpacked_matmul(rows, weight)
+        y = weight.multiply(rows)
     else:
         y = rows.new_empty(len(rows), weight.outputs, dtype=torch.float32)
         for e in range(weight.experts):
-            of_expert = _unpacked_matmul(rows, weights.expert(weight, e))
+            of_expert = weight.expert(e).multiply(rows)
             y = torch.where(routing[:, None] == e, of_expert, y)
     y = y.view(*x.shape[:-1], weight.outputs)
     y = y if fp32_out else y.to(x.dtype)
     return y if bias is None else y + bias
 
 
-def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
+def experts_matmul(x: Tensor, weight: Any, routing: Tensor) -> Tensor:
     """Compute `experts_linear` with a packed stack."""
     return matmul(x, weight, routing=routing)
 
 
-def _unpacked_matmul(rows: Tensor, weight: Weight) -> Tensor:
-    """Multiply by the reference of a layout: [M, K] -> [M, N] fp32."""
-    layout = LAYOUTS[weight.parts[0].layout]
-    if layout.multiply is None or len(weight.parts) > 1:
-        return F.linear(rows.float(), weights.numbers(weight))
-    return layout.multiply(rows, *weights.unpack(weight))
+# ------------------------------------------------------------------------------------- the machine
 
 
-def lazy_matmul(x: Any, packed: Tensor, scale: Tensor | None) -> Any:
-    """Return a matmul that the step behind it computes (backends/epilogues.py); None: there is no
-    such.
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Leave the cores to a backend's own threads, if it has any: here it has none."""
+    yield
 
-    x: [..., K], or `UnnormalizedRows`; packed, scale: of a layer without a bias
+
+def device_time(device: torch.device) -> Tensor | int:
+    """Read the clock in ns, after the work that was launched; only differences count.
+
+    A number of the host's clock; on CUDA, where a step that is captured cannot read that, 0.
     """
+    if device.type == "cuda":
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return time.perf_counter_ns()
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """Return why nothing makes steps of this device faster, or "". On CUDA torch.compile does."""
+    return "" if device.type == "cuda" else "it needs the CPU operators"
+
+
+def model_program(model: nn.Module) -> Any:
+    """Return what runs the passes of a `Transformer` over a cache; None: its own layers do."""
     return None
+
+
+def head_program(head: nn.Module, embedding: nn.Module) -> Any:
+    """Return the same of an `EagleHead`. embedding: the head's or the target's"""
+    return None
+
+
+# what attention reads in every layer, made once a step; None: it reads masks
+path_table = None
+runs_passes = False
+merges_steps = False
+
+
+# ------------------------------------------------------------------------------------- the backend
+
+DEFINED = (
+    ("gumbel", "cut", "best", "topk"),
+    ("expand_frontier", "select_nodes", "root_tree", "accept"),
+    ("advance", "with_times", "place_tokens", "causal", "compact"),
+    ("rms_norm", "swiglu", "rope_angles", "rotary", "rotary_cache"),
+    ("attention", "path_table"),
+    ("linear", "matmul", "router_logits"),
+    ("route", "experts_linear", "experts_matmul", "experts_bias"),
+    ("single_thread", "device_time", "why_not_compiled", "model_program", "head_program"),
+    ("runs_passes", "merges_steps"),
+)
+
+
+class Backend:
+    """The functions above as one device runs them, an attribute each, chosen once.
+
+    A definition that a folder adds (kind "operators") is found when it is first asked for.
+    """
+
+    def __init__(self, functions: dict[str, Callable | None]):
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        found = {} if name.startswith("__") else _definitions_of_folders()
+        if name not in found:
+            raise AttributeError(f"no folder that is here defines the operator {name}")
+        setattr(self, name, found[name])
+        return found[name]
+
+
+@cache
+def _definitions_of_folders() -> dict[str, Callable | None]:
+    """Return the definitions in the tables `OPERATORS` of the folders' modules."""
+    found: dict[str, Callable | None] = {}
+    for module in added().get("operators", ()):
+        found |= load_part("operators", module).OPERATORS
+    return found
+
+
+def choose(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, plain: bool = False
+) -> Backend:
+    """Choose the functions for a device. Where there is backends/, it may build its operators.
+
+    dtype: of the model's weights that are not quantized
+    plain: the definitions alone
+    """
+    functions = {name: globals()[name] for names in DEFINED for name in names}
+    if not plain and has_part("backend", device.type):
+        functions |= load_part("backend", device.type)(dtype)
+    return Backend(functions)
+
+
+def use_backend(module: nn.Module, backend: Backend) -> None:
+    """Let a model run a backend's functions. Writes: `backend` of its modules that have one."""
+    for each in module.modules():
+        if hasattr(each, "backend"):
+            each.backend = backend
+
+
+TORCH = choose(torch.device("meta"), plain=True)  # for any device, with gradients

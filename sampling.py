@@ -12,7 +12,7 @@ A greedy sequence's noise is 0 and its scores are the logits themselves, so that
 others; where all are greedy, no step here runs.
 The order is: temperature, top-k, top-p, min-p. It is llama.cpp's, but for the temperature, which
 comes before the cuts as in vLLM and transformers.
-Not here: how a device computes noise, cuts and choice (backends/); other cuts, biases and penalties
+Not here: how a device computes noise, cuts and choice (reference.py); other cuts, biases and penalties
 (drafts/shaping.py); the papers' residual rule (drafts/residual.py).
 """
 
@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 import reference
-from backends.backends import TORCH, Backend
 from options import Sampling
-from reference import MASK32
+from reference import MASK32, TORCH, Backend
 
 # Separate noise for separate uses; the number sits in the top bits of the draw word.
 CHOICE = 0

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.attention import with_sinks
-from backends.backends import TORCH, Backend
 from backends.cpp.layers import REGISTERS, CppStep, embedding_operands
 from kv_cache import TAPS, LayerState, StateShape, Window, causal_window
-from linear import Linear
-from reference import DeltaWeights
+from models.recurrent import DeltaWeights
+from quantize import Linear
+from reference import TORCH, Backend
 from runtime import replace_fields
 
 # parameters that are always in fp32, by the ends of their names

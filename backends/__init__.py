@@ -1,4 +1,7 @@
 """The functions of reference.py in C++ for CPUs and in Triton for CUDA. Without it all is slow."""
 
 NEEDS = ()
-ADDS = {}
+ADDS = {
+    "layouts": {"cpu": "backends.strips:layout_on_cpu", "cuda": "backends.planes:layout_on_cuda"},
+    "backend": {"cpu": "backends.chosen:on_cpu", "cuda": "backends.chosen:on_cuda"},
+}

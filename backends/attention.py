@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends import kv_codes
 from backends.library import cuda_products, has_triton, lib
-from reference import visible_slots
+from reference import decode_rows, visible_slots
 
 lib.define(
     "tree_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
@@ -86,8 +85,8 @@ def _tree_attention_torch(
     longest = int(start.max())
     used = longest + mask.shape[2]
     lowest = 0 if first is None else int(first.min())
-    k = kv_codes.decode(k[:, :, lowest:used], q.shape[3], q.dtype)
-    v = kv_codes.decode(v[:, :, lowest:used], q.shape[3], q.dtype)
+    k = decode_rows(k[:, :, lowest:used], q.shape[3], q.dtype)
+    v = decode_rows(v[:, :, lowest:used], q.shape[3], q.dtype)
     if q.shape[0] == 1 and first is None and sinks is None:
         if mask.shape[1:] == (1, 1):  # one token that sees everything: no mask at all
             return _attend(q, k, v, None, scale)

@@ -1,7 +1,7 @@
 """Products on CUDA with the work behind them in the same launch (cuda/epilogues.py).
 
-1. A layer returns a product that is not computed yet (`Backend.lazy_matmul`); the function that
-   takes it computes it: `rotary_cache` and `swiglu` of the backend, `add` and `add_norm` here.
+1. A layer returns a product that is not computed yet (`run_lazily`); the function that takes it
+   computes it: `rotary_cache` and `swiglu` of the backend, `add` and `add_norm` here.
 2. An RMSNorm costs no launch: `add_norm` writes its sum times the norm's weight, and sums of
    squares (`UnnormalizedRows`). A product commutes with the division of a row by its root mean
    square, so the next product divides its own result.
@@ -21,9 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import reference
-from backends.library import cuda_products, lib
+from backends.library import cuda_products, is_plain, lib
+from backends.linear import fits_kernel
 from backends.triton import int4
-from reference import PART, HeadNorms
+from backends.triton.launch import PART
+from quantize import Linear
+from reference import rms_norm
 
 lib.define(
     "add_unscaled(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
@@ -38,6 +41,10 @@ lib.define(
     "Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor? q_norm, Tensor? k_norm, "
     "float eps) -> Tensor"
 )
+
+
+# the norms of every query head and every key head: weights, [E] each, and epsilon
+HeadNorms = tuple[Tensor, Tensor, float]
 
 
 class UnnormalizedRows(NamedTuple):
@@ -66,6 +73,39 @@ class LazyMatmul(NamedTuple):
         return self.x, self.packed, self.scale
 
 
+def lazy_matmul(
+    x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None
+) -> LazyMatmul | None:
+    """Return a matmul for the operator behind it; None where none computes it.
+
+    x: [..., K]; packed, scale: of a layer without a bias, as `LazyMatmul` has them
+    """
+    values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
+    if packed.dim() == 1:  # parts of several types, a launch each
+        return None
+    if int4.is_fragments(packed):
+        return LazyMatmul(values, squares, packed, None)
+    if scale is None and not fits_kernel(values, packed):
+        return None
+    return LazyMatmul(values, squares, packed, scale)
+
+
+def lazy_of(layer: Linear, x: Tensor | UnnormalizedRows) -> LazyMatmul | None:
+    """Return the matmul of a layer for the next operator, where that computes it."""
+    weight, scale, bias = layer.operands()
+    return lazy_matmul(x, weight, scale) if bias is None else None
+
+
+def run_lazily(layer: Linear, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatmul:
+    """Return a layer's outputs, [..., N], or a matmul, which the next operator computes."""
+    return lazy_of(layer, x) or layer(x)
+
+
+def adds_biases() -> bool:
+    """Return whether a matmul adds a layer's bias in its launch. A traced step may call this."""
+    return not is_plain("fused", "norm", "rotary")
+
+
 def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
     """Add a layer's output to the residual stream: a tensor, a product, or nothing.
 
@@ -74,7 +114,7 @@ def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:
     if isinstance(delta, LazyMatmul):
         total, *_ = torch.ops.gpt_eagle.add_product(*delta.operands(), x, None, 0.0)
         return total
-    return x if delta is None else reference.add(x, delta)
+    return x if delta is None else (x + delta).to(x.dtype)
 
 
 def add_norm(
@@ -89,6 +129,33 @@ def add_norm(
 
 
 # -------------------------------------------------------------------------------------- references
+
+
+def add_norm_plainly(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, and norm the sum by `rms_norm`: [..., F] each. weight: [F]"""
+    x = (x + delta).to(x.dtype)
+    return x, rms_norm(x, weight, eps)
+
+
+def rotary_cache_plainly(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Compute `reference.rotary_cache` behind the norms of queries and keys, if there are any.
+
+    Source: Qwen3 (arXiv 2505.09388).
+    """
+    if norms is not None:
+        of_q, of_k, eps = norms
+        kv_heads = k.shape[1]
+        queries, keys, values = qkv.tensor_split((-2 * kv_heads, -kv_heads), dim=2)
+        normed = (rms_norm(queries, of_q, eps), rms_norm(keys, of_k, eps))
+        qkv = torch.cat((*normed, values), dim=2)
+    return reference.rotary_cache(qkv, rope, k, v, slots)
 
 
 def unnormalized_reference(x: Tensor, weight: Tensor, eps: float) -> UnnormalizedRows:
@@ -123,7 +190,7 @@ def rotary_cache_reference(
 ) -> Tensor:
     """Compute the backend's `rotary_cache` plainly from the product of x.values, y: [B, T, N]."""
     qkv = (y / x.rms()).to(k.dtype).unflatten(-1, (-1, k.shape[3]))
-    return reference.rotary_cache(qkv, rope, k, v, slots, norms)
+    return rotary_cache_plainly(qkv, rope, k, v, slots, norms)
 
 
 # -------------------------------------------------------------------------------------------- CUDA

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from backends import epilogues
-from backends.epilogues import LazyMatmul, UnnormalizedRows
+from backends.epilogues import LazyMatmul, UnnormalizedRows, lazy_of, run_lazily
 from runtime import replace_fields
 from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
 
@@ -40,7 +40,7 @@ class ProjectRotate(Step):
         if rows.windows is None:  # without a cache
             parts = [self.project, self.head_norm, self.rotate]
             return run_steps(filter(None, parts), layer, rows)
-        qkv = getattr(layer, self.project.name).forward_lazy(getattr(rows, self.project.source))
+        qkv = run_lazily(getattr(layer, self.project.name), getattr(rows, self.project.source))
         if isinstance(qkv, Tensor):
             qkv = qkv.unflatten(-1, (-1, self.rotate.head_dim))  # [B, T, H + 2 Hkv, E]
         norms = None
@@ -58,7 +58,7 @@ class ProjectGate(Step):
     project: Project
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        both = getattr(layer, self.project.name).forward_lazy(rows.h)
+        both = run_lazily(getattr(layer, self.project.name), rows.h)
         return rows.put("h", layer.backend.swiglu(both))
 
 
@@ -73,7 +73,7 @@ class AddNorm(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         delta = rows.h
         if self.project:
-            delta = getattr(layer, self.project.name).forward_lazy(delta)
+            delta = run_lazily(getattr(layer, self.project.name), delta)
         return add_norm(layer, rows, delta, self.norm, self.reader)
 
 
@@ -84,7 +84,7 @@ class ProjectAdd(Step):
     project: Project
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        delta = getattr(layer, self.project.name).forward_lazy(rows.h)
+        delta = run_lazily(getattr(layer, self.project.name), rows.h)
         return rows.put("stream", epilogues.add(rows.stream, delta))
 
 
@@ -107,7 +107,7 @@ def add_norm(
     backend = layer.backend
     operands = (getattr(layer, norm.name).gain, norm.eps)
     # in fp16, x w may overflow
-    if reader and x.dtype != torch.float16 and getattr(layer, reader).lazy(x):
+    if reader and x.dtype != torch.float16 and lazy_of(getattr(layer, reader), x):
         stream, h = epilogues.add_norm(x, delta, *operands)
     elif isinstance(delta, Tensor):
         stream, h = backend.add_norm(x, delta, *operands)

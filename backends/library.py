@@ -1,8 +1,8 @@
 """The operator library `torch.ops.gpt_eagle` and the implementations that this machine can run.
 
-Functions of a cycle and of a layer are chosen once, while loading (backends.py): C++ in `cpu/` for
-CPUs, Triton in `cuda/` for CUDA, plain PyTorch in reference.py. Elsewhere are whole passes of a
-model and of a draft head (cpu/layers.py; their references are model.py and eagle_draft.py).
+Functions of a cycle and of a layer are chosen once, while loading (chosen.py): C++ in `cpp/` for
+CPUs, Triton in `triton/` for CUDA, plain PyTorch in reference.py. Elsewhere are whole passes of a
+model and of a draft head (cpp/layers.py; their references are model.py and eagle_draft.py).
 All are registered with `torch.library`, so that a step that uses them compiles with
 `fullgraph=True`.
 """
@@ -41,7 +41,7 @@ def _without_gradients(operator: Any, keys: Any, *inputs: Any, **named: Any) -> 
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs, **named):
         raise RuntimeError(
             f"{operator.name()} has no gradients, and an input needs them; call "
-            "use_backend(module, TORCH) (backends/backends.py) for what learns, or torch.no_grad()"
+            "use_backend(module, TORCH) (reference.py) for what learns, or torch.no_grad()"
         )
     return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **named)
 
@@ -131,6 +131,13 @@ def tiles_in_use() -> str:
     if build.loaded() and not is_plain("products"):
         return torch.ops.gpt_eagle.tiles()[0]
     return "none"
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """Return why the C++ operators do not run here, or "". On CUDA they are not asked for."""
+    if device.type == "cuda" or has_cpu_operators():
+        return ""
+    return "PyTorch replaces the CPU operators" if is_plain() else "it needs the CPU operators"
 
 
 @contextmanager

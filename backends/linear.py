@@ -13,6 +13,10 @@ from torch import Tensor
 from backends.library import cuda_products, lib
 
 CHAINS = 16  # sums of an output; as in cpu/matmul_bf16.h
+# tokens of a sequence whose matmul on CUDA is ours; many more are bound by arithmetic, and are left
+# to cuBLAS
+MOST_TOKENS = 64
+HALVES = (torch.bfloat16, torch.float16)
 
 lib.define("linear_halves(Tensor x, Tensor weight, str epilogue) -> Tensor")
 
@@ -27,6 +31,12 @@ def halves_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     Returns: [..., N] in x's dtype, or as the epilogue defines it.
     """
     return torch.ops.gpt_eagle.linear_halves(x, weight, epilogue)
+
+
+def fits_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `halves_product` takes these rows: few, in 16 bits."""
+    halves = x.dtype == weight.dtype and x.dtype in HALVES
+    return halves and x.shape[-2] <= MOST_TOKENS and weight.is_contiguous()
 
 
 def _linear_halves_cuda(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:

@@ -10,4 +10,5 @@ ADDS = {
         "auto": "drafts.auto_trees",
         "stand_in": "drafts.stand_in",
     },
+    "operators": {"lookups": "drafts.operators"},
 }

@@ -28,18 +28,17 @@ from draft_tree import DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.level_draft import head_options, last_of
 from eagle_draft import EagleDrafter, EagleHead, EagleState, fill
-from files.checkpoint import Quantization
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.fields import FLAG, integer, key, naming, read_fields, text_part
 from files.heads import EagleConfig, check_sizes
 from files.io import read_json
 from files.weights import check_layers, layer_names
 from kv_cache import KVCache, Window, causal_window, sliding
-from linear import Linear
 from model import Transformer, run_layers, windows_of
 from models.gemma4 import Gemma4, read_config
 from models.keys import WIDTH
 from options import require
+from quantize import Linear, Quantization
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype

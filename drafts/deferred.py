@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backends.backends import Backend
 from decode import DecodeState
 from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs, RootOnly, TreeDrafter
 from drafts.presets import PresetDrafter
 from model import Transformer
+from reference import Backend
 from run.observer import View
 from run.resolved import tree_options
 from runtime import copy_into, replace_fields, sequences_of

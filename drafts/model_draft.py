@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backends.backends import Backend, choose, use_backend
 from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, RootOnly, TreeDrafter
 from drafts.presets import PresetPolicy
-from files.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
+from files.checkpoint import WeightFiles, saved_quantization
 from files.config import read_config, read_raw
 from files.head_kinds import head_kind
 from files.io import is_gguf
@@ -36,6 +35,8 @@ from files.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from options import log_note, require
+from quantize import BLOCKS, Quantization
+from reference import Backend, choose, use_backend
 from run.observer import PresetMethod
 from run.options import GenerateConfig
 from run.resolved import tree_options

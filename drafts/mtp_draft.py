@@ -21,12 +21,13 @@ import torch
 from drafters import DraftMethod
 from drafts.level_draft import head_options
 from eagle_draft import EagleDrafter, EagleHead, fill
-from files.checkpoint import Quantization, TensorSource
+from files.checkpoint import TensorSource
 from files.config import EMBEDDING, LM_HEAD, need_mtp, open_source
 from files.heads import EagleConfig, check_sizes, draft_lm_head
 from files.weights import layer_names
 from model import Mtp, Transformer
 from options import log_note
+from quantize import Quantization
 from run.options import GenerateConfig
 from steps import Beside, Project, Step
 

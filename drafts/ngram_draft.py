@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.backends import TORCH, Backend
 from draft_tree import MAX_NODES, Candidates, DecodedTokens, DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.autosize import AutoTrees
@@ -36,6 +35,7 @@ from drafts.kept_texts import texts_for
 from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from drafts.presets import PresetDrafter
 from model import Transformer
+from reference import TORCH, Backend
 from run.observer import PresetMethod
 from run.options import GenerateConfig
 from runtime import replace_fields

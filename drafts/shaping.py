@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import sampling
-from backends.backends import Backend
 from draft_tree import DecodedTokens, DraftTree
 from drafts.penalties import Penalties
+from reference import Backend
 from run.options import Sampling
 from runtime import replace_fields
 from sampling import SamplingTensors, may_be

@@ -4,4 +4,6 @@ Hugging Face directories in safetensors and heads in the official layouts.
 """
 
 NEEDS = ()
-ADDS = {}
+ADDS = {
+    "reader": {"loader": "files.weights:CheckpointLoader"},
+}

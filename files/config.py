@@ -3,7 +3,7 @@
 A checkpoint is a Hugging Face directory or a GGUF file; `open_source` and `read_raw` take both.
 The dataclasses here declare each key that is read, with its type, range and default
 (`read_fields`). An unknown architecture, activation or RoPE type is an error, not a guess.
-Not here: how the files hold quantized weights (backends/formats.py).
+Not here: how the files hold quantized weights (quantize.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from backends.library import has_cpu_operators
 from files.checkpoint import (
-    BLOCKS,
     TensorSource,
     WeightFiles,
     foreign_quantization,
@@ -39,6 +38,7 @@ from models import registry
 from models.keys import HFLayerTypes, all_ids, check_layer_types
 from models.qwen3_next import split_projections
 from options import log_note
+from quantize import BLOCKS
 from run.methods import MTP, head_kinds
 from run.options import OF_DRAWS, GenerateConfig, Sampling
 

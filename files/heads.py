@@ -28,17 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from backends.formats import FORMATS, Encoder
 from drafters import DraftVocab
-from files.checkpoint import (
-    BLOCKS,
-    Quantization,
-    TensorSource,
-    WeightFiles,
-    fit_group,
-    saved_quantization,
-    scale_name,
-)
+from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
 from files.config import HFArchitecture, config_from, open_source
 from files.fields import (
     FLAG,
@@ -55,10 +46,10 @@ from files.fields import (
 from files.io import is_gguf, read_json
 from files.untrusted import load_pickle, read_untrusted
 from files.weights import check_layers, layer_names
-from linear import Linear
 from model import ModelConfig
 from models.keys import WIDTH, HFConfig, HFSwiGLU
 from options import log_note, require
+from quantize import BLOCKS, FORMATS, Linear, Quantization, decode, fit_group
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -225,19 +216,16 @@ def head_files(path: Path, form: str) -> TensorSource:
     saved = saved_quantization(files.config, path)
     if saved is None or saved.format == form:
         return files
-    kind = FORMATS[saved.format]
     for name in [*files.readers]:
         scale = files.readers.pop(scale_name(name), None)
         if scale:
-            files.readers[name] = partial(_numbers, kind, files.readers[name], scale)
+            files.readers[name] = partial(_numbers, saved.format, files.readers[name], scale)
     files.config = {k: v for k, v in files.config.items() if k != "quantization_config"}
     return files
 
 
-def _numbers(
-    kind: type[Encoder], codes: Callable[[], Tensor], scale: Callable[[], Tensor]
-) -> Tensor:
-    return kind.decode(kind.from_file(codes()), scale())
+def _numbers(format: str, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Tensor:
+    return decode(from_file(format, codes()), scale())
 
 
 def version_of(names: Iterable[str]) -> int:

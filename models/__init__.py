@@ -1,4 +1,6 @@
 """Architectures beside LLaMA and Mixtral, a file each. Without it only these two run."""
 
 NEEDS = ("files",)
-ADDS = {}
+ADDS = {
+    "operators": {"recurrent": "models.recurrent", "gates": "models.operators"},
+}

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linear import Linear
 from model import ModelConfig
+from quantize import Linear
 from steps import Add, Attend, Norm, Project, Rows, Step
 
 INJECTED = ("readouts", "writes", "message", "receiver_gate", "predecessor_gate")

@@ -19,12 +19,9 @@ import torch
 from backends import switches
 from backends.library import (
     FAMILIES,
-    cpu_operators_are_loaded,
     has_cpu_operators,
-    has_triton,
     set_plain,
 )
-from backends.replaced import note_edits
 from decode import build_cycles
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
@@ -101,10 +98,7 @@ def load(
         engine = replace(engine, guide=grammar.Grammar(engine, source))
     if asked.batch_size > 1:
         log_note(sequence_memory(engine))
-    engine = warm_up(build_cycles(engine))
-    passes = target.fused is not None or target.fused_layers is not None
-    note_edits(cpu_operators_are_loaded() if device == "cpu" else has_triton(), passes)
-    return engine
+    return warm_up(build_cycles(engine))
 
 
 def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:
@@ -200,9 +194,9 @@ def skips_requantization(config: GenerateConfig, path: Path) -> bool:
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     """Load the weights, in the format that the options and the files ask for."""
-    from files.checkpoint import BLOCKS, Quantization
     from files.gguf_blocks import keeps_blocks
-    from quantize import calibrated, is_calibrated
+    from files.rounding import calibrated, is_calibrated
+    from quantize import BLOCKS, Quantization
     from run import tp
 
     source = None
@@ -223,8 +217,9 @@ def _resolved(
     config: GenerateConfig, target: Transformer, path: Path, device: str
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
-    from files.checkpoint import BLOCKS, saved_quantization
+    from files.checkpoint import saved_quantization
     from files.config import read_raw, resolve_draft
+    from quantize import BLOCKS
 
     config = replace(config, device=device, compile=how_to_run(config, device))
     saved = saved_quantization(read_raw(path))

@@ -1,4 +1,4 @@
-// A key or a value in 8 bits: codes, and behind them a scale per group (backends/kv_codes.py).
+// A key or a value in 8 bits: codes, and behind them a scale per group (reference.py).
 #pragma once
 
 #include "numbers.h"

@@ -35,7 +35,7 @@ void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     for (const c10::IValue& input : torch::jit::last(*stack, op.schema().arguments().size())) {
       TORCH_CHECK(!needs_gradients(input), op.operator_name().name,
                   " has no gradients, and an input needs them; call use_backend(module, TORCH) "
-                  "(backends/backends.py) for what learns, or torch.no_grad()");
+                  "(reference.py) for what learns, or torch.no_grad()");
     }
   }
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from backends.triton import int4
 from backends.triton.attention import counters, is_last
-from backends.triton.launch import Device, device_of
+from backends.triton.launch import PART, Device, device_of
 from backends.triton.layout import form_of
 from backends.triton.norm import warps_of
 from backends.triton.qmatmul import (
@@ -36,7 +36,6 @@ from backends.triton.qmatmul import (
     sizes_of,
 )
 from backends.triton.rotary import constants_of, rotary_cache, rotate_heads
-from reference import PART
 
 # `backends.epilogues.LazyMatmul`: x, the sums of squares by which to divide or None, weight, scales
 Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]

@@ -13,6 +13,8 @@ import torch
 
 # tokens of a draft tree, at most; more are a prompt, whose attention is another kernel
 SPLIT_TOKENS = 64
+# features whose squares are added first, where a norm's division waits (backends/epilogues.py)
+PART = 64
 
 
 class Device(NamedTuple):

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import backends.epilogues
 import backends.experts
-import backends.triton.backend  # registers the operators of trees
+import backends.triton.functions  # registers the operators of trees
 import draft_tree
 import reference
-from backends.backends import TORCH, choose
+from reference import TORCH, choose
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu.kernels import TOLERANCE, relative_error
 

@@ -63,11 +63,10 @@ from tqdm import tqdm
 
 import backends.attention
 import backends.experts
-import backends.triton.backend
+import backends.triton.functions
 import backends.triton.layout
 import backends.weight
 import reference
-from backends.backends import choose
 from backends.linear import halves_product
 from backends.triton import int4
 from backends.triton.layout import (
@@ -80,6 +79,7 @@ from backends.triton.layout import (
 )
 from kv_cache import KVCache
 from model import ModelConfig
+from reference import choose
 from scripts.bench.measure import read_bandwidth
 
 LAYERS = {
@@ -90,9 +90,9 @@ LAYERS = {
     "head": (32000, 4096),
 }
 PRODUCTS = {
-    "int4": (backends.weight.w4a16, backends.weight.w4a16_reference),
-    "int8": (backends.weight.w8a16, backends.weight.w8a16_reference),
-    **dict.fromkeys(GGUF, (backends.weight.blocks_a16, backends.weight.blocks_a16_reference)),
+    "int4": (backends.planes.w4a16, backends.planes.w4a16_reference),
+    "int8": (backends.planes.w8a16, backends.planes.w8a16_reference),
+    **dict.fromkeys(GGUF, (backends.planes.blocks_a16, backends.planes.blocks_a16_reference)),
 }
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 CAPACITY = 4096 + 256
@@ -299,10 +299,10 @@ def attention_contest(name: str, length: int, T: int) -> Contest:
     mask = tree_mask(T)
     visible = F.pad(mask, (length, 0), value=True)  # [1, T, used]
     caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(CACHE_LAYERS)]
-    paths = backends.triton.backend.path_table(mask)
+    paths = backends.triton.functions.path_table(mask)
 
     def first(k: Tensor, v: Tensor) -> Tensor:
-        made = backends.triton.backend.path_table(mask)
+        made = backends.triton.functions.path_table(mask)
         return backends.attention.attention(q, k, v, start, mask, paths=made)
 
     def other(k: Tensor, v: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def compact_contest(kv_heads: int) -> Contest:
     buffers = [*cache.k, *cache.v]
     for buffer in buffers:
         buffer.normal_()
-    ours = backends.triton.backend.compact
+    ours = backends.triton.functions.compact
     loop = torch.compile(reference.compact, fullgraph=True, dynamic=False)
     methods = {
         "ours": [lambda s=s: ours(buffers, cache.addresses, s, path) for s in starts],
@@ -363,12 +363,12 @@ def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
     copies = copies_of(read_bytes, rotate_bytes)
     scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
     methods = {
-        "ours": [lambda s=s: backends.triton.backend.topk(s, 10) for s in scores],
+        "ours": [lambda s=s: backends.triton.functions.topk(s, 10) for s in scores],
         "torch": [lambda s=s: reference.topk(s, 10) for s in scores],
     }
 
     def error() -> float:
-        values, index, total = backends.triton.backend.topk(scores[0], 10)
+        values, index, total = backends.triton.functions.topk(scores[0], 10)
         # indices of ties may differ
         best, _, logsumexp = reference.topk(scores[0], 10)
         return max(

@@ -28,8 +28,8 @@ from drafters import DraftVocab
 from drafts.residual import spread
 from eagle_draft import Eagle3Head, EagleHead
 from files.heads import Eagle3, EagleConfig
-from linear import Linear
 from model import ModelConfig, Transformer
+from quantize import Linear
 from steps import Attend, Rows, run_steps
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially

@@ -73,12 +73,12 @@ COMMAND = parse(BlockTrainConfig, "train_block.py", __doc__) if __name__ == "__m
 import torch
 from torch import Tensor
 
-from backends.backends import TORCH, use_backend
 from drafts.block_draft import BlockHead
 from files.block_heads import BlockConfig, block_names, in_files
 from files.weights import export_weights
 from model import DTYPES, ModelConfig, Transformer
 from models.block_head import BlockModel
+from reference import TORCH, use_backend
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
 from scripts.train.losses import ScaledLinear, plain_copy, scale_of

@@ -108,7 +108,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from backends.backends import TORCH, use_backend
 from backends.library import lib
 from decode import build_cycles
 from drafters import RootOnly
@@ -118,6 +117,7 @@ from files.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
 from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
+from reference import TORCH, use_backend
 from run.engine import Engine
 from run.scheduler import Request, Scheduler
 from run.session import common_prefix

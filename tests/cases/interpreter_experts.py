@@ -3,19 +3,17 @@
 As interpreter_products.py, in fp32 and in a process of their own.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import backends.experts
 import backends.triton.experts
 import interpreted  # noqa: F401
-from backends.backends import choose, use_backend
 from backends.library import lib
 from backends.triton.qmatmul import Device, ProductPlan
 from helpers import Mixture, planes_of_cuda, quantized_experts, rounded, slow
 from model import ModelConfig
+from reference import Backend, choose, use_backend
 
 FORMATS = [
     "float",
@@ -188,6 +186,6 @@ def test_a_layer(monkeypatch, format):
 
     cuda = choose(torch.device("cuda"))
     floats = lambda x, weight, lists: product(x, weight, None, lists)  # noqa: E731
-    use_backend(ours, replace(cuda, route=route, experts_linear=floats))
+    use_backend(ours, Backend(vars(cuda) | {"route": route, "experts_linear": floats}))
     torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
     assert len(made) == 1

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backends.attention
-import backends.triton.backend
+import backends.triton.functions
 import reference
 from decode import REPORT, CycleResult, build_cycles
 from draft_tree import DynamicTree, StaticTree
@@ -146,7 +146,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
     (cycle,) = engine.cycles[SamplingMode.GREEDY]
-    backend = replace(cycle.backend, compact=backends.triton.backend.compact)
+    backend = replace(cycle.backend, compact=backends.triton.functions.compact)
     cycle.backend = backend
     drafter.use(backend)
     for step in ("decide", "extend"):  # the passes around them are not what is tested
@@ -161,13 +161,13 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 @pytest.mark.usefixtures("traced")
 def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
     """Here its operators are the plain ones. No recompilation, and vanilla's tokens."""
-    monkeypatch.setattr("backends.backends._module_of", lambda device: backends.triton.backend)
+    monkeypatch.setattr("backends.chosen.on_cpu", backends.chosen.on_cuda)
     target = deepcopy(golden_target())
     options = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0, "top_k": 9}
     want = decode(engine_for(target, RootOnly(), **options), PROMPT).history
     drafter = EagleDrafter(golden_head(target=target), target, DynamicTree(3, 3, 9))
     engine = compiled_as_on_cuda(engine_for(target, drafter, **options))
-    assert drafter.backend.select_nodes is backends.triton.backend.select_nodes
+    assert drafter.backend.select_nodes is backends.triton.functions.select_nodes
     assert decode(engine, PROMPT).history == want
 
 

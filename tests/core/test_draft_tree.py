@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backends.backends import choose
 from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree, read_tree
 from drafters import DraftInputs, TreeDrafter, planned
 from drafts.ngram_draft import add_chain
@@ -16,7 +15,7 @@ from eagle_draft import EagleDrafter
 from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
-from reference import accept, build_tree, compaction, path_to, root_tree, select_nodes
+from reference import accept, build_tree, choose, compaction, path_to, root_tree, select_nodes
 
 INF = float("inf")
 

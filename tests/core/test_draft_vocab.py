@@ -14,7 +14,6 @@ from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
 from drafts.residual import spread
 from eagle_draft import EagleDrafter
-from files.checkpoint import Quantization
 from files.heads import draft_lm_head
 from files.weights import load_model
 from helpers import (
@@ -29,6 +28,7 @@ from helpers import (
     trimmed_head,
     with_children,
 )
+from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, Sampling
 

@@ -11,11 +11,11 @@ from test_lossless import TREES, assert_same, make
 
 import run.generate as program
 import sampling
-from backends.backends import TORCH, choose
 from drafters import RootOnly
 from drafts.residual import sample_children
 from eagle_draft import EagleDrafter
 from helpers import compiled_as_on_cuda, engine_for, golden_head, golden_target, record, slow
+from reference import TORCH, choose
 from run.engine import Engine
 from run.generate import generate
 from run.options import DEMO, Sampling

@@ -18,15 +18,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import backends.cpp.pages
 import files.weights
-from backends.backends import choose
 from backends.cpp.pages import HUGE_PAGE, HugePages
-from files.checkpoint import Quantization
 from files.config import config_from, read_config
 from files.weights import export_weights, load_model, weight_names
 from helpers import Operators, block_inputs
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import rope_frequencies
+from quantize import Linear, Quantization
+from reference import choose
 from run.load import load
 from run.options import DEMO
 from tiny_models import random_model

@@ -16,14 +16,13 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import demo_drafts
 import sampling
-from backends.backends import TORCH, choose
 from demo_drafts import DRAFTS, plain_loop
 from draft_tree import DecodedTokens
 from drafts.penalties import Penalties
 from drafts.shaping import shaped_rule
 from files.tokenizer import Tokenizer
 from helpers import compiled_as_on_cuda, fresh, slow
-from reference import build_tree
+from reference import TORCH, build_tree, choose
 from run.generate import generate
 from run.options import DEFAULT, Sampling
 

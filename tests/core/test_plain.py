@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.weight
 import model
+import quantize
 import reference
-from backends import replaced, switches
-from backends.backends import TORCH, choose
+from backends import switches
 from backends.cpp.build import HERE
 from backends.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
 from decode import build_cycles
@@ -36,6 +34,7 @@ from helpers import (
     quantized_experts,
 )
 from helpers import decode as decoded
+from reference import TORCH, choose
 from run import generate
 from run.load import load
 from run.options import ROOT, GenerateConfig
@@ -127,36 +126,6 @@ def test_new_cycles_have_the_families_of_their_time(short_demo):
         assert found == {function}, families
 
 
-def test_the_fingerprints_are_those_of_the_files():
-    """C++ and Triton do what these files say: the tests around here say so, and now the hashes."""
-    found = replaced.fingerprints()
-    lines = "\n".join(f'    "{name}": "{of_file}",' for name, of_file in found.items())
-    assert found == replaced.FINGERPRINTS, f"backends/replaced.py has:\n{lines}"
-
-
-@OPERATORS
-def test_an_edit_that_does_nothing_is_told(short_demo, tmp_path, monkeypatch, capsys):
-    for name in replaced.FINGERPRINTS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(Path(ROOT, name), tmp_path / name)
-    monkeypatch.setattr(replaced, "ROOT", tmp_path)
-
-    def told(**options) -> str:
-        capsys.readouterr()
-        load(checkpoint=str(short_demo), context=128, device="cpu", draft="none", **options)
-        return capsys.readouterr().err
-
-    text = (tmp_path / "model.py").read_text()
-    as_wheel = text.replace("from ops.", "from gpt_eagle.ops.").replace("# zeros", "# numbers")
-    (tmp_path / "model.py").write_text(as_wheel)
-    assert told() == "", "imports and comments change nothing"
-    (tmp_path / "model.py").write_text(text.replace("x * self.embedding_scale", "x * 3"))
-    want = "note: edited: model.py; our operators run in place of parts of it, where an edit does "
-    assert told() == f"{want}nothing; --plain runs it as it is\n"
-    assert told(dtype="float32") == "", "its passes are PyTorch's"
-    assert "model.py" not in told(plain=True)
-
-
 def edited(*inputs, **more):
     raise RuntimeError("it was edited")
 
@@ -167,8 +136,8 @@ REFERENCES = [
     ("compact", reference, "compact", {}),
     ("fused", model.Layer, "forward", {}),
     ("norm", reference, "rms_norm", {}),
-    ("products", backends.weight, "grouped_reference", {"quant": "int8"}),
-    ("products", backends.weight, "grouped_reference", {"quant": "int4"}),
+    ("products", backends.strips, "grouped_reference", {"quant": "int8"}),
+    ("products", backends.strips, "grouped_reference", {"quant": "int4"}),
     ("rotary", reference, "rotary", {}),
     ("topk", reference, "best", {}),
     ("topk", reference, "gumbel", {"temperature": 1.0}),
@@ -216,14 +185,14 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
     layout = "INT4_PLANES" if weight.group else "INT8_PLANES"
-    parts = (backends.weight.Part(layout, 96, weight.group),)
-    record = backends.weight.Weight(weight.packed, parts, 256, scale=weight.scale)
+    parts = (quantize.Part(layout, 96, weight.group),)
+    record = quantize.Weight(weight.packed, parts, 256, scale=weight.scale)
     assert torch.equal(TORCH.matmul(x, record), weight.reference(x))
     wide = TORCH.matmul(x, record, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))
     expert = torch.tensor([2, 0, 0, 3, 2])
     stack = quantized_experts(form, 4, 96, 256)
-    record = backends.weight.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
+    record = quantize.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
     got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
 

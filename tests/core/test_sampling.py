@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import reference
-from backends.backends import TORCH
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from drafts import residual
@@ -29,7 +28,7 @@ from helpers import (
     text_with,
     with_children,
 )
-from reference import accept, best, build_tree, cumsum_in_blocks, root_tree
+from reference import TORCH, accept, best, build_tree, cumsum_in_blocks, root_tree
 from run.options import Sampling
 from run.session import Session
 from runtime import replace_fields

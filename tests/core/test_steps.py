@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends.backends import TORCH, choose, use_backend
 from backends.cpp.layers import Program, fits, steps_of
 from backends.fusions import FusedLayers, fuse
 from eagle_draft import Eagle3Head, EagleHead
@@ -32,6 +31,7 @@ from models.glm4_moe import Glm4Moe
 from models.gpt_oss import GptOss
 from models.lfm2 import Lfm2
 from models.qwen3_5 import Qwen35
+from reference import TORCH, choose, use_backend
 from run.tp import SumRanks, split_dims, with_sums
 from steps import REGISTERS, Add, AddShared, Copy, Project, Rows, Scale, Step, run_steps
 

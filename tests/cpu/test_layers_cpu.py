@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 import reference
-from backends.backends import choose, use_backend
 from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
-from backends.formats import FORMATS, Int4
-from backends.weight import stack
+from backends.weight import pack_codes
 from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
 from files.heads import Eagle3, EagleConfig
 from helpers import decode, engine_for
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import ModelConfig, Transformer, run_layers
+from quantize import FORMATS, Int4, Linear, stack
+from reference import TORCH, choose, use_backend
 from run.tp import SumRanks
 from steps import HeadNorm, Router
 
@@ -68,10 +67,12 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
             if not isinstance(linear, Linear) or linear.fp32_out:
                 continue
             if linear.experts:
-                parts = (kind.pack(*rounded(weight, quant)) for weight in linear.weight)
+                parts = (
+                    pack_codes(kind.format, *rounded(weight, quant)) for weight in linear.weight
+                )
                 linear.pack(stack(parts, linear.experts))
             else:
-                linear.pack(kind.pack(*rounded(linear.weight, quant)))
+                linear.pack(pack_codes(kind.format, *rounded(linear.weight, quant)))
     for router in (m for m in module.modules() if isinstance(m, Router)):
         router.weight.data *= 16  # so that no roundings decide between experts
     return module
@@ -156,7 +157,7 @@ def test_a_bounded_gate(dtype):
     """Both halves reach their bounds; what is no number stays so."""
     both = torch.linspace(-9, 9, 3 * 2 * 333).view(3, 666).to(dtype)
     both[0, 5] = both[1, 340] = float("nan")
-    want = reference.clamped_swiglu(both, 1.702, 7.0)
+    want = TORCH.clamped_swiglu(both, 1.702, 7.0)
     gate, up = both.double().chunk(2, -1)
     exact = gate.clamp(max=7) / (1 + (-1.702 * gate.clamp(max=7)).exp()) * (up.clamp(-7, 7) + 1)
     got = choose(torch.device("cpu"), dtype).clamped_swiglu(both, 1.702, 7.0)

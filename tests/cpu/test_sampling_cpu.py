@@ -12,9 +12,9 @@ import torch
 
 import helpers
 import sampling
-from backends.backends import TORCH, choose
 from backends.library import has_cpu_operators
 from drafts.shaping import shaped_rule
+from reference import TORCH, choose
 from run.options import Sampling
 from runtime import compiled
 from sampling import SamplingTensors

@@ -7,9 +7,9 @@ import torch
 
 import backends.attention
 import reference
-from backends.backends import choose
 from backends.library import has_cpu_operators
 from kv_cache import Window, causal_window, sliding
+from reference import choose
 from windows import KINDS, SIZES, Step, expected, random_step
 
 CASES = [((6, 2), 64), ((4, 4), 16), ((4, 1), 256)]  # heads, their width

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 import reference
-from backends.backends import TORCH, choose
 from backends.library import has_cpu_operators
 from decode import REPORT, DecodeState, advance
 from draft_tree import Accepted, Candidates, DecodedTokens, Frontier, Level, Scores
@@ -28,7 +27,7 @@ from drafts.kept_texts import PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from drafts.ngram_estimates import DEPTHS, RATES, Rates
 from helpers import no_candidates, not_refused
-from reference import build_tree, joined
+from reference import TORCH, build_tree, choose, joined
 from runtime import replace_fields
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")

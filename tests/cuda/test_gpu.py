@@ -19,14 +19,13 @@ import torch
 import backends.epilogues
 import backends.experts
 import backends.linear
-import backends.triton.backend
+import backends.triton.functions
 import backends.weight
 import draft_tree
 import lost_device
 import reference
 import sampling
 import windows
-from backends.backends import choose, use_backend
 from backends.epilogues import LazyMatmul, UnnormalizedRows
 from backends.triton import int4
 from backends.triton.layout import BLOCK_FORMS, SUPER
@@ -51,6 +50,7 @@ from helpers import (
 )
 from kv_cache import KVCache, sliding
 from model import ModelConfig, RotaryEmbeddings, Transformer
+from reference import choose, use_backend
 from run.engine import Engine
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
@@ -337,7 +337,7 @@ def test_compaction(dtype, kv_heads, E):
             start = torch.randint(700 - 64, (batch,), device="cuda")
             path = random_paths(batch, steps, 64)
             want = compact_by_reference(cache, start, path)
-            backends.triton.backend.compact([*cache.k, *cache.v], cache.addresses, start, path)
+            backends.triton.functions.compact([*cache.k, *cache.v], cache.addresses, start, path)
             assert same_buffers(cache, want), (batch, steps)
 
 
@@ -374,7 +374,7 @@ def test_topk_logsumexp(poisoned, V, k):
     scores[1] = scores[1].round()  # ties
     scores[0, 3, 20:] = float("-inf")  # as after top-p
     scores[0, 4] = float("-inf")
-    values, index, total = backends.triton.backend.topk(scores, k)
+    values, index, total = backends.triton.functions.topk(scores, k)
     want, order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(values, want[..., :k])
     if k <= 64:
@@ -383,7 +383,7 @@ def test_topk_logsumexp(poisoned, V, k):
     torch.testing.assert_close(
         total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
     )
-    assert torch.equal(backends.triton.backend.best(scores, None, None), order[..., 0])
+    assert torch.equal(backends.triton.functions.best(scores, None, None), order[..., 0])
 
 
 @pytest.mark.parametrize("k", [1, 10, 64, 65])
@@ -513,7 +513,7 @@ def test_rows_of_a_packed_embedding(poisoned, form):
         weights.packed.cpu(), weights.scale.cpu(), ids.cpu(), 1024, torch.float32
     )
     for dtype in ERRORS:
-        got = backends.weight.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
+        got = backends.planes.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
         assert torch.equal(got.cpu(), want.to(dtype)), dtype
 
 
@@ -554,8 +554,8 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
         if form == "float":
             scores = backends.linear.halves_product(*wide_x[:2], "fp32")
         else:
-            w = backends.weight.w4a16 if form.startswith("int4") else backends.weight.w8a16
-            w = backends.weight.blocks_a16 if form in BLOCK_FORMS else w
+            w = backends.planes.w4a16 if form.startswith("int4") else backends.planes.w8a16
+            w = backends.planes.blocks_a16 if form in BLOCK_FORMS else w
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from backends import weight as weights
 from backends.triton import int4, nvrtc
-from backends.triton.launch import TARGETS, Device
-from backends.weight import Part, Weight
+from backends.triton.launch import PART, TARGETS, Device
 from helpers import slow
-from linear import Linear
-from reference import PART
+from quantize import Linear, Part, Weight
 
 HERE = Path(__file__).parent
 H100 = TARGETS["90"]

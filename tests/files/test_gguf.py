@@ -25,7 +25,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 import helpers
-import quantize
 import run.generate as program
 import tiny_models
 from files.chat import template_text
@@ -36,6 +35,7 @@ from files.gguf_header import chat_template_text, read_header
 from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model, weight_names
 from helpers import OPERATORS, slow
+from run import quantize as run_quantize
 from run.generate import generate, load
 from run.options import GenerateConfig
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
@@ -754,7 +754,7 @@ def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
     assert f"{path} holds a model, and no head; use --draft model --draft_checkpoint" in err
     for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
         said = f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py"
-        assert said in helpers.refused(capsys, quantize.main, argv)
+        assert said in helpers.refused(capsys, run_quantize.main, argv)
 
 
 # --------------------------------------------------------------------------------------- end to end

@@ -33,9 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import backends.library
 import files.gguf_blocks
-from backends.backends import choose, use_backend
 from backends.triton.layout import BLOCK_FORMS
-from files.checkpoint import BLOCKS, Quantization
+from backends.weight import Embedding
 from files.gguf import GgufFile
 from files.gguf_blocks import keeps_blocks
 from files.weights import export_weights, load_model, weight_names
@@ -50,7 +49,8 @@ from helpers import (
     trimmed_head,
 )
 from kv_cache import KVCache, causal_window
-from linear import Embedding, Linear
+from quantize import BLOCKS, Linear, Quantization
+from reference import choose, use_backend
 from run.generate import generate, load
 from run.options import GenerateConfig
 from tiny_models import Kind, refused, write

@@ -10,19 +10,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import reference
 import tiny_models
-from backends.backends import choose
 from backends.library import set_plain
 from drafters import Drafter, RootOnly
 from drafts.ngram_draft import Ngram, NgramDrafter
 from drafts.places import recipes_of
-from files.checkpoint import BLOCKS, Quantization
 from files.config import read_config
 from files.weights import load_model
 from helpers import decode, engine_for, in_turn, pairwise, slow
 from kv_cache import TAPS, KVCache, LayerState, StateShape, Window, causal_window
-from reference import DeltaWeights, build_tree, parents_of
+from models.recurrent import DeltaWeights, delta_rule, parents_of
+from quantize import BLOCKS, Quantization
+from reference import build_tree, choose
 from run import stats
 from run.session import Session
 from run.tp import check_parts
@@ -498,7 +497,7 @@ def test_cpp_computes_the_recurrence_of_pytorch(sizes):
         RULES[1](x, states[1], (begin[:, None] + torch.arange(12), begin, mask, None), weights)
 
 
-RULES = (reference.delta_rule, choose(torch.device("cpu")).delta_rule)
+RULES = (delta_rule, choose(torch.device("cpu")).delta_rule)
 
 
 # ---------------------------------------------------------------------------------- further turns

@@ -106,7 +106,7 @@ def test_compaction_agrees_with_the_loop_or_is_wrong(on_cpu, monkeypatch):
     ]
     # two places in a cache of 96 slots
     assert all(row["correct"] and row["time_us"] == 2 for row in rows)
-    monkeypatch.setattr("backends.triton.backend.compact", lambda *_: None)
+    monkeypatch.setattr("backends.triton.functions.compact", lambda *_: None)
     assert not any(row["correct"] for row in kernel_bench.measure(config, 1e9))
 
 
@@ -243,7 +243,7 @@ def test_a_family_agrees_with_its_reference(name, on_cpu, monkeypatch):
     monkeypatch.setattr(kernel_bench, "relative_error", lambda got, want: 1.0)
     monkeypatch.setattr(families, "relative_error", lambda got, want: 1.0)
     monkeypatch.setattr("reference.link_nodes", lambda *_: [torch.zeros(1)])
-    monkeypatch.setattr("backends.triton.backend.compact", lambda *_: None)
+    monkeypatch.setattr("backends.triton.functions.compact", lambda *_: None)
     with pytest.raises(AssertionError):
         families.check_family(name, "cpu")
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backends.backends import TORCH, use_backend
 from draft_tree import StaticTree
 from eagle_draft import EagleDrafter, EagleHead, load_head
 from files.chat import CHAT_TEMPLATES, JinjaTemplate
@@ -31,6 +30,7 @@ from helpers import (
     golden_target,
     refused,
 )
+from reference import TORCH, use_backend
 from run.options import DEMO
 from run.parsing import one_line_errors
 from scripts.train import train_block, train_eagle, training

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.backends import TORCH, use_backend
 from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleDrafter, load_drafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from kv_cache import KVCache, causal_window
+from reference import TORCH, use_backend
 from run.options import GenerateConfig
 from scripts.train import feature_cache as features
 from scripts.train import losses as head_training

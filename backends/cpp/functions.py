@@ -1,4 +1,4 @@
-"""The functions of a backend (backends/backends.py) in C++, each one call.
+"""The functions of a backend (reference.py) in C++, each one call.
 
 Imported once the operators are loaded (build.py); the sources are tree.cpp, ngram.cpp,
 sampling.cpp, topk.cpp, compact.cpp, rotary.cpp, attention.cpp, layers.cpp and matmul.cpp.
@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import backends.attention
 import reference
-from backends.weight import Weight
+from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of, steps_of_head
+from backends.library import single_torch_thread
 from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+from quantize import Weight
 
 _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call
@@ -37,6 +39,7 @@ geglu = _ops.geglu.default
 clamped_swiglu = _ops.clamped_swiglu.default
 rope_angles = _ops.angles.default
 runs_passes = True
+single_thread = single_torch_thread
 
 
 def expand_frontier(
@@ -92,11 +95,6 @@ def compact(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tenso
     _ops.move_rows.default(buffers, start, path)
 
 
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x = reference.add(x, delta)
-    return x, rms_norm(x, weight, eps)
-
-
 def rotary(
     qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
@@ -104,16 +102,12 @@ def rotary(
 
 
 def rotary_cache(
-    qkv: Tensor,
-    rope: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    norms: reference.HeadNorms | None = None,
+    qkv: Tensor, rope: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor
 ) -> Tensor:
-    if norms is not None:
-        qkv = reference.norm_heads(qkv, k.shape[1], norms)
-    return reference.rotate_into(k, v, slots, qkv, rope, rotary)
+    kv_heads = k.shape[1]
+    queries, keys = rotary(qkv, rope, qkv.shape[2] - 2 * kv_heads, kv_heads)
+    reference.write_rows(k, v, slots, keys, qkv[:, :, -kv_heads:])
+    return queries
 
 
 def attention(q: Tensor, *operands: Any, paths: None = None, sinks: Tensor | None = None) -> Tensor:
@@ -126,7 +120,7 @@ def delta_rule(
     x: Tensor,
     kept: tuple[Tensor, ...],
     window: tuple[Tensor | None, ...],
-    weights: reference.DeltaWeights,
+    weights: Any,
 ) -> Tensor:
     conv, gates, gain, eps, tiled = weights
     operands = (conv.float().T.contiguous(), gates, gain.float(), eps, tiled)
@@ -166,3 +160,13 @@ def matmul(
 
 def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
     return matmul(x, weight, routing=routing)
+
+
+def model_program(model: nn.Module) -> FusedModel | None:
+    """Return the passes of a `Transformer` in one call, if C++ has all of its steps."""
+    return FusedModel(model) if fits(steps_of(model)) else None
+
+
+def head_program(head: nn.Module, embedding: nn.Module) -> FusedHead | None:
+    """Return the passes of an `EagleHead` in one call each, if C++ has all of its steps."""
+    return FusedHead(head, embedding) if fits(steps_of_head(head)) else None

@@ -1,5 +1,4 @@
-"""The functions of a backend (backends/backends.py) on CUDA: kernels in Triton, PyTorch around
-them.
+"""The functions of a backend (reference.py) on CUDA: kernels in Triton, PyTorch around them.
 
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
@@ -14,17 +13,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import backends.experts
 import reference
-from backends.epilogues import LazyMatmul, UnnormalizedRows
+from backends.epilogues import (
+    HeadNorms,
+    LazyMatmul,
+    add,
+    add_norm_plainly,
+    adds_biases,
+    lazy_matmul,
+    rotary_cache_plainly,
+)
+from backends.fusions import FusedLayers
 from backends.library import lib
-from backends.linear import halves_product
-from backends.triton import int4
+from backends.linear import fits_kernel, halves_product
+from backends.planes import split_planes
 from backends.triton.launch import SPLIT_TOKENS
-from backends.weight import LAYOUTS, Weight, split_planes
 from draft_tree import Candidates, Children, DraftTree, Frontier, Level, Scores
+from quantize import LAYOUTS, Weight
 
 lib.define(
     "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
@@ -55,10 +63,6 @@ lib.define(
 _ops = torch.ops.gpt_eagle
 
 merges_steps = True
-# tokens of a sequence whose matmul is ours; many more are bound by arithmetic, and are left to
-# cuBLAS
-MOST_TOKENS = 64
-HALVES = (torch.bfloat16, torch.float16)
 # `default` names the overload, which would be looked up in every call
 gumbel = _ops.gumbel_noise.default
 topk = _ops.topk_logsumexp.default
@@ -120,7 +124,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if weight.dtype not in (x.dtype, torch.float32):
-        return reference.add_norm(x, delta, weight, eps)
+        return add_norm_plainly(x, delta, weight, eps)
     return _ops.add_norm(x, delta, weight, eps)
 
 
@@ -136,11 +140,11 @@ def rotary_cache(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    norms: reference.HeadNorms | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     if rope[0].shape[-1] < k.shape[-1]:  # of a part of each head, which no fused step has
         assert isinstance(qkv, Tensor)
-        return reference.rotary_cache(qkv, rope, k, v, slots, norms)
+        return rotary_cache_plainly(qkv, rope, k, v, slots, norms)
     given = norms or (None, None, 0.0)
     if isinstance(qkv, LazyMatmul):
         return _ops.rotary_product(*qkv, *rope, k, v, slots, *given)
@@ -159,22 +163,18 @@ def path_table(mask: Tensor) -> Tensor | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Tensor:
-    if not _fits_kernel(x, weight):
+    if not fits_kernel(x, weight):
         return reference.linear(x, weight, bias, fp32_out)
     if bias is None:
         return halves_product(x, weight, "fp32" if fp32_out else "none")
+    if not fp32_out and adds_biases():
+        return add(bias, LazyMatmul(x, None, weight, None))
     y = halves_product(x, weight, "fp32") + bias
     return y if fp32_out else y.to(x.dtype)
 
 
-def _fits_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `halves_product` takes these rows: few, in 16 bits."""
-    halves = x.dtype == weight.dtype and x.dtype in HALVES
-    return halves and x.shape[-2] <= MOST_TOKENS and weight.is_contiguous()
-
-
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    if not _fits_kernel(x, weight):
+    if not fits_kernel(x, weight):
         return reference.router_logits(x, weight)
     return halves_product(x, weight, "fp32")
 
@@ -186,6 +186,10 @@ def matmul(
     fp32_out: bool = False,
     routing: Tensor | None = None,
 ) -> Tensor:
+    if bias is not None and not fp32_out and adds_biases():
+        product = lazy_matmul(x, weight.data, weight.scale)
+        if product:
+            return add(bias, product)
     epilogue = "fp32" if fp32_out else "none"
     kernel = LAYOUTS[weight.parts[0].layout].kernel
     parts = split_planes(weight) if len(weight.parts) > 1 else [weight]
@@ -202,17 +206,23 @@ def experts_bias(y: Tensor, bias: Tensor, routing: Tensor) -> Tensor:
     return reference.experts_bias(y, bias, backends.experts.expert_of(routing, len(bias)))
 
 
-def lazy_matmul(
-    x: Tensor | UnnormalizedRows, packed: Tensor, scale: Tensor | None
-) -> LazyMatmul | None:
-    values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
-    if packed.dim() == 1:  # parts of several types, a launch each
-        return None
-    if int4.is_fragments(packed):
-        return LazyMatmul(values, squares, packed, None)
-    if scale is None and not _fits_kernel(values, packed):
-        return None
-    return LazyMatmul(values, squares, packed, scale)
+def model_program(model: nn.Module) -> FusedLayers:
+    """Return the layers of a `Transformer` in fewer launches."""
+    return FusedLayers(model.layers, model.last, model)
+
+
+def head_program(head: nn.Module, embedding: nn.Module) -> FusedLayers:
+    """Return the layers of an `EagleHead` in fewer launches."""
+    return FusedLayers(head.layers, head.last, head)
+
+
+def device_time(device: torch.device) -> Tensor:
+    import backends.triton.clock
+
+    now = torch.empty((), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        backends.triton.clock.read(now)
+    return now
 
 
 # ----------------------------------------------------------------------------------- the operators
@@ -301,7 +311,7 @@ def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tupl
 
 def _rotary_cache_plain(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     given = None if norms[0] is None else norms
-    return reference.rotary_cache(qkv, (cos, sin), k, v, slots, given)
+    return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, given)
 
 
 def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
@@ -326,7 +336,7 @@ lib.impl("compact", _compact_cuda, "CUDA")
 lib.impl("longest_matches", _longest_matches_cuda, "CUDA")
 lib.impl("norm", reference.rms_norm, "CPU")
 lib.impl("norm", _norm_cuda, "CUDA")
-lib.impl("add_norm", reference.add_norm, "CPU")
+lib.impl("add_norm", add_norm_plainly, "CPU")
 lib.impl("add_norm", _add_norm_cuda, "CUDA")
 lib.impl("rotary_cache", _rotary_cache_plain, "CPU")
 lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")

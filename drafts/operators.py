@@ -1,0 +1,8 @@
+"""Functions that a backend may have for drafters of this folder, which else run their own code.
+
+`keep_rows` serves deferred.py, the others lookups (ngram_draft.py).
+"""
+
+from __future__ import annotations
+
+OPERATORS = dict.fromkeys(("keep_rows", "ngram_match", "ngram_draft", "add_chains"))

@@ -1,0 +1,40 @@
+"""Gates and caps that LLaMA and Mixtral lack, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def soft_cap(scores: Tensor, cap: float) -> Tensor:
+    """Bound scores smoothly between -cap and cap. scores: fp32. Source: Gemma 2 (2408.00118)."""
+    return cap * torch.tanh(scores / cap)
+
+
+def geglu(y: Tensor) -> Tensor:
+    """Multiply the GELU of the first half of every row, by its tanh form, by the second half.
+
+    y: [..., 2 F]. Returns: [..., F]. Sources: arXiv 2002.05202, 1606.08415.
+    """
+    gate, up = y.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(y: Tensor, alpha: float, limit: float) -> Tensor:
+    """Multiply a SiLU of the first half of every row by one plus the second half, both bounded.
+
+    y: [..., 2 F]; alpha: of the sigmoid's argument
+    limit: the first half is at most so large, the second half's magnitudes are
+    Returns: [..., F]. Source: gpt-oss (arXiv 2508.10925).
+    """
+    gate, up = y.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+
+OPERATORS = {  # of a backend
+    "clamped_swiglu": clamped_swiglu,
+    "geglu": geglu,
+    "soft_cap": soft_cap,
+}
