@@ -12,8 +12,8 @@ A greedy sequence's noise is 0 and its scores are the logits themselves, so that
 others; where all are greedy, no step here runs.
 The order is: temperature, top-k, top-p, min-p. It is llama.cpp's, but for the temperature, which
 comes before the cuts as in vLLM and transformers.
-Not here: how a device computes noise, cuts and choice (reference.py); other cuts, biases and penalties
-(drafts/shaping.py); the papers' residual rule (drafts/residual.py).
+Not here: how a device computes noise, cuts and choice (reference.py); other cuts, biases and
+penalties (drafts/shaping.py); the papers' residual rule (drafts/residual.py).
 """
 
 from __future__ import annotations
@@ -170,8 +170,7 @@ def process(logits: Tensor, rule: SamplingTensors, backend: Backend = TORCH) -> 
     """
     if rule.shaping:
         return rule.shaping.cut(logits, rule, backend)
-    cuts = (rule.temperature, rule.top_k, rule.top_p, rule.margin)
-    return backend.cut(logits, *cuts, None, None, None)
+    return backend.cut(logits, rule.temperature, rule.top_k, rule.top_p, rule.margin)
 
 
 def choose(

@@ -2,7 +2,7 @@
 
 `Shaping` is an `Engine.shaping`, which sampling.py asks where a sequence has such parameters. The
 order of everything is: biases and penalties (penalties.py), temperature, top-n-sigma, top-k,
-typical-p, top-p, min-p, XTC. A backend's `cut` does all cuts in one pass.
+typical-p, top-p, min-p, XTC. `cut_shaped` does all cuts in one pass (cuts.py).
 - top-n-sigma keeps the scores within some standard deviations of the best (arXiv 2411.07641).
 - typical-p keeps the tokens of the most usual information (arXiv 2202.00666).
 - XTC drops, at some of the draws, all but the least likely of the likely tokens (p-e-w,
@@ -116,7 +116,7 @@ def cut(
     """Apply the temperature and all cuts, as `sampling.process`. xtc: of `NodeShaping`"""
     rows: ShapedRows = rule.shaped
     own = (rule.temperature, rule.top_k, rule.top_p, rule.margin)
-    return backend.cut(scores, *own, rows.sigmas, rows.typical, xtc)
+    return backend.cut_shaped(scores, *own, rows.sigmas, rows.typical, xtc)
 
 
 def for_model(
