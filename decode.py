@@ -237,7 +237,7 @@ def build_cycles(engine: Engine) -> Engine:
     On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
     whole passes in C++ where it is True (`load` chooses that by default). There weights may later
     change in place, but not be replaced.
-    Writes: `backend` and `fused` of target and drafters; engines that share them must agree on
+    Writes: `backend` and `program` of target and drafters; engines that share them must agree on
         `compile`.
     """
     compiles = engine.option("compile")
@@ -247,7 +247,7 @@ def build_cycles(engine: Engine) -> Engine:
     use_backend(engine.target, backend)
     for preset in engine.presets:
         preset.use(backend)
-    fuses = compiles is True and not cuda
+    fuses = cuda or compiles is True
     engine.target.fuse(fuses)
     engine.drafter.fuse(fuses)
     eos_ids = () if engine.config.ignore_eos else engine.eos_ids
@@ -314,12 +314,8 @@ class Cycle:
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
-        fused = self.target.fused_layers
         # by their steps: no guard would tell dense layers and mixtures apart
-        layers = {
-            layer.steps: compiled(run_eagerly)
-            for layer in (fused.segments if fused else self.target.layers)
-        }
+        layers = {layer.steps: compiled(run_eagerly) for layer in self.target.parts}
 
         def run_part(part: Callable, *inputs: Any) -> Any:
             if part == self.target.embed:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
+from eagle_draft import draft_lm_head
 from files.checkpoint import Quantization
-from files.heads import draft_lm_head
 from kv_cache import Window
 from model import Transformer
 from options import require

@@ -4,4 +4,7 @@ Hugging Face directories in safetensors and heads in the official layouts.
 """
 
 NEEDS = ()
-ADDS = {}
+ADDS = {
+    "reader": {"head": "files.heads:read_source"},
+    "rope": {"yarn": "files.ropes:yarn", "proportional": "files.ropes:proportional"},
+}

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from backends.formats import WIDTH
 from files.io import read_jsonl
 from files.tokenizer import Tokenizer, has_tokenizer
-from files.weights import load_model, weight_names
+from files.weights import load_model
 from linear import Linear
-from model import Transformer
+from model import Transformer, weight_names
 from options import ROOT, log_note
 from steps import run_steps
 

@@ -128,7 +128,7 @@ def run_step(engine: Engine, buffers: Buffers, key: Hashable, body: Callable[[],
         every time, and writes the state in place
     """
     if not engine.captured:
-        with single_torch_thread(engine.target.fused is not None):
+        with single_torch_thread(engine.target.program is not None):
             return body()
     if key not in buffers.replays:
         buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
@@ -523,7 +523,7 @@ class Session:
             buffers.root_features[seq].copy_(features[0, :, : buffers.root_features.shape[2]])
 
         if allowed is not None:
-            with single_torch_thread(engine.target.fused is not None):
+            with single_torch_thread(engine.target.program is not None):
                 return body()
         run_step(engine, buffers, ("prefill", width, seq, preset, mode), body)
 

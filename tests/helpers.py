@@ -43,9 +43,9 @@ from drafts.autosize import AutoTrees
 from drafts.residual import sample_children
 from eagle_draft import EagleHead, load_head
 from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
-from files.weights import export_weights, load_model, weight_names
+from files.weights import export_weights, load_model
 from linear import Linear
-from model import Layer, ModelConfig, Transformer
+from model import Layer, ModelConfig, Transformer, weight_names
 from reference import TORCH, Backend, choose, rms_norm
 from run.load import accept_rule
 from run.options import GenerateConfig
@@ -312,7 +312,7 @@ def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor
         for hook in hooks:
             hook.remove()
     assert len(given) == len(target.layers), (
-        "the blocks ran in one call (Transformer.fused); load without --compile"
+        "the blocks ran in one call (Transformer.program); load without --compile"
     )
     return features, given
 

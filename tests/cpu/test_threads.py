@@ -46,7 +46,7 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
     try:
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
-            engine = SimpleNamespace(captured=False, target=SimpleNamespace(fused=fused))
+            engine = SimpleNamespace(captured=False, target=SimpleNamespace(program=fused))
             assert run_step(engine, None, "", torch.get_num_threads) == threads
     finally:
         torch.set_num_threads(1)

@@ -28,10 +28,9 @@ import quantize
 from backends.cpp import build
 from backends.formats import FORMATS, Int4, Int8
 from backends.weight import GROUPS, grouped_reference, stack, unpack
-from eagle_draft import load_head
+from eagle_draft import draft_lm_head, load_head
 from files import checkpoint
 from files.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
-from files.heads import draft_lm_head
 from files.io import read_json
 from files.weights import load_model
 from helpers import COMPILER, GOLDEN, OPERATORS, layer_of, refused, rounded
