@@ -70,7 +70,7 @@ class Engine(decode.Engine):
 
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
-        with single_torch_thread(self.target.fused is not None and not self.captured):
+        with single_torch_thread(self.target.program is not None and not self.captured):
             return super().run_step(buffers, key, body)
 
     def option(self, name: str) -> Any:
