@@ -231,7 +231,7 @@ class Cycle:
 
         Returns: the state, what the drafter has read, and the report for the host, [B, D+9] int64.
         """
-        clock = StepClock(state.pos.device)
+        clock = StepClock(self.backend.device_time, state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
         tree, noise = draft(cache, state)
         state, update, report = verify(cache, state, tree, noise)

@@ -55,7 +55,8 @@ import torch
 from torch import Tensor
 
 from backends.library import has_triton
-from runtime import WARM_UPS, Replay, copy_into, device_time
+from backends.triton.functions import device_time
+from runtime import WARM_UPS, Replay, copy_into
 from scripts.bench import measure
 from scripts.gpu.families import CHECKS, check_family
 
