@@ -198,13 +198,13 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
 
 
 class StepClock:
-    """Reads the time after each step of a cycle: the device's clock on CUDA, else the host's."""
+    """Reads the time after each step of a cycle, by a clock of its device."""
 
-    def __init__(self, device: torch.device, read: Callable[[torch.device], Any]):
-        """read: `Backend.device_time`"""
+    def __init__(self, device_time: Callable[[torch.device], Any], device: torch.device):
+        """device_time: of a backend"""
+        self.device_time = device_time
         self.device = device
-        self.read = read
-        self.times = [read(device)]  # before, between and after the steps (ns)
+        self.times = [device_time(device)]  # before, between and after the steps (ns)
 
     def timed(self, *steps: Callable) -> list[Callable]:
         """Return the steps such that each, when it has run, adds the time to `times`."""
@@ -212,5 +212,5 @@ class StepClock:
 
     def _run(self, step: Callable, *inputs: Any) -> Any:
         result = step(*inputs)
-        self.times.append(self.read(self.device))
+        self.times.append(self.device_time(self.device))
         return result

@@ -69,7 +69,7 @@ class Engine(decode.Engine):
 
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
-        if self.captured or self.target.fused is None:
+        if self.captured or self.target.program is None:
             return super().run_step(buffers, key, body)
         with self.target.backend.single_thread():
             return super().run_step(buffers, key, body)

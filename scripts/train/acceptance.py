@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from drafts.residual import spread
-from eagle_draft import EagleHead
-from files.heads import draft_lm_head
+from eagle_draft import EagleHead, draft_lm_head
 from kv_cache import KVCache, Window
 from model import Transformer
 

@@ -13,8 +13,7 @@ from backends.weight import unpack
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
 from drafts.residual import spread
-from eagle_draft import EagleDrafter
-from files.heads import draft_lm_head
+from eagle_draft import EagleDrafter, draft_lm_head
 from files.weights import load_model
 from helpers import (
     GOLDEN,
