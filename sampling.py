@@ -199,7 +199,7 @@ def process(logits: Tensor, rule: SamplingTensors, backend: Backend = TORCH) -> 
     if rule.shaping:
         return rule.shaping.cut(logits, rule, backend)
     cuts = (rule.temperature, rule.top_k, rule.top_p, rule.margin)
-    return backend.cut(logits, *cuts, None, None, None)
+    return backend.cut(logits, *cuts)
 
 
 def choose(

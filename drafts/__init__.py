@@ -10,5 +10,5 @@ ADDS = {
         "auto": "drafts.auto_trees",
         "stand_in": "drafts.stand_in",
     },
-    "operators": {"lookups": "drafts.operators"},
+    "operators": {"lookups": "drafts.operators", "cuts": "drafts.cuts"},
 }

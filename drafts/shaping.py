@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from backends.backends import Backend
 from torch import Tensor
 
 import sampling
 from draft_tree import DecodedTokens, DraftTree
 from drafts.penalties import Penalties
+from reference import Backend
 from run.options import Sampling
 from runtime import replace_fields
 from sampling import SamplingTensors, may_be
@@ -106,7 +106,7 @@ def cut(
     """Apply the temperature and all cuts, as `sampling.process`. xtc: of `NodeShaping`"""
     rows: ShapedRows = rule.shaped
     own = (rule.temperature, rule.top_k, rule.top_p, rule.margin)
-    return backend.cut(scores, *own, rows.sigmas, rows.typical, xtc)
+    return backend.cut_shaped(scores, *own, rows.sigmas, rows.typical, xtc)
 
 
 def for_model(
