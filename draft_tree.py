@@ -361,8 +361,10 @@ def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
     """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--tree: {file} holds no JSON that can be read: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--tree: cannot read {file}: {error.strerror}; name a file") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--tree: {file} is not valid JSON: {error}; correct it") from None
     if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
         raise ValueError(
             f"--tree: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"

@@ -22,13 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backends.formats import FORMATS
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, TreeDrafter
-from files.checkpoint import Quantization, TensorSource, WeightFiles, fit_group
-from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import (
     Layer,
     ModelConfig,
@@ -40,6 +36,16 @@ from model import (
     windows_of,
 )
 from options import has_part, load_part, require
+from quantize import (
+    FORMATS,
+    Linear,
+    Quantization,
+    Storage,
+    TensorSource,
+    WeightFiles,
+    fit_group,
+    load_weights,
+)
 from reference import TORCH, Backend, use_backend
 from runtime import replace_fields
 from steps import (

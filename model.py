@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from kv_cache import KVCache, Window, sliding
-from linear import Linear
 from options import load_part, require
+from quantize import Linear
 from reference import TORCH, Backend, row_width
 from runtime import replace_fields
 from steps import (

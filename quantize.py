@@ -1,313 +1,829 @@
-"""Round a model's weights to int8 or int4, once and for all, into files.
+"""Weights of 16, 8 and 4 bits: rounding, the linear layer over them, and reading them from files.
 
-    python generate.py --checkpoint DIR --quant int4                  # quantize while loading
-    python quantize.py --checkpoint DIR --quant int4 --out DIR-int4   # or once, into files
+    python generate.py --checkpoint DIR --quant int4                  # round while loading
+    python quantize.py --checkpoint DIR --quant int4 --out DIR-int4   # or once, into files (run/)
 
-1. A format (backends/formats.py) rounds one weight at a time. Quantizing while loading gives the
-   same bits.
-2. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
-   the format in `quantization_config`.
-3. `calibrated` keeps the weights that int4 rounds with second moments (files/calibrate.py) in the
-   user's cache, for `--quant int4`. `GPT_EAGLE_QUANTIZED` in the environment names another folder.
-
-Trade-off: draft heads, experts and int8 are rounded without moments, which is enough for them.
-Not here: the formats (backends/formats.py); loading (files/weights.py).
+A weight's way has five stations, each a method of `Loader` that the folder files/ may extend:
+1. Open: a `TensorSource` reads tensors by their names in files.
+2. Rename: a parameter is made of tensors of other names, one below the other.
+3. Encode: `Int8` and `Int4` round numbers to codes and scales, one weight at a time.
+4. Pack: a `Layout` puts codes and scales as a device's matmul reads them. Those of backends/ are
+   registered by device; the layouts here leave codes as they are.
+5. Place: the layer holds the `Weight`, and a backend multiplies rows by it.
 """
 
 from __future__ import annotations
 
-import signal
+from options import require, run_program
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+    run_program("quantize")  # before torch, whose import takes seconds, so that mistakes are told
+    raise SystemExit("quantize.py: writing weights is in the folder run/, which is not here")
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
-from files.fetch import fetched
-from files.io import (
-    bundled_head,
-    cache_folder,
-    check_out,
-    folder_lock,
-    is_gguf,
-    read_json,
-    show_progress,
-)
-from options import log_note
-from run.options import FORMAT_NAMES, pick_device
-from run.parsing import one_line_errors, option, parse
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from options import has_part, load_part, one_line
+from reference import TORCH, Backend
+
+BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file, which files/ reads
+GROUPS = (32, 64, 128)  # inputs that share a scale, where they are not all
+OPEN_GROUP = 64  # the largest group of int4 where none is given: 128 lose much for 3 % less memory
+OUTLIER = 4  # root mean squares of a row above which a magnitude does not set its block's scale
+FARTHEST = 128  # an outlier's code is at most this many times 127
+# weights rounded at a time: that many fit a CPU's cache, and a GPU needs few launches
+AT_ONCE = {"cpu": 2**17, "cuda": 2**24}
+# magnitudes tried for code -8, in units of the largest magnitude
+SEARCH = tuple(8 / 7 - 0.04 * i for i in range(12))
+
+
+# ---------------------------------------------------------------------- the plain matmuls
+
+
+def round_activations(x: Tensor, block: int, farthest: int = FARTHEST) -> tuple[Tensor, Tensor]:
+    """Round rows to 8 bits block by block; outliers keep up to 15.
+
+    x: [..., K]; farthest: an outlier's code is at most this many times 127, a power of 2
+    Returns: codes [..., blocks, block] and scales [..., blocks, 1], both fp32; the last block is
+    padded with zeros. Codes are -127 to 127, those of outliers up to 127 * `farthest`.
+    """
+    rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()[..., None]  # [..., 1, 1]
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    magnitudes = blocks.abs()
+    inlier = magnitudes.masked_fill(magnitudes > OUTLIER * rms, 0).amax(-1, keepdim=True)
+    unit = torch.maximum(inlier, magnitudes.amax(-1, keepdim=True) / farthest)  # has the code 127
+    # divided by a tensor: with a plain number, 127 / unit is 127 * (1 / unit), which rounds twice
+    to_code = torch.where(unit > 1e-30, torch.full_like(unit, 127) / unit, 0)
+    return (blocks * to_code).round(), unit / 127
+
+
+def multiply_groups(x: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
+    """Multiply by codes in groups: rows are rounded to 8 bits, and sums are of integers.
+
+    A row's result does not depend on the other rows.
+    x: [M, K]; codes: [N, groups, G] integers; steps: their scales, [N, groups]
+    Returns: [M, N] fp32.
+    """
+    activations, scales = round_activations(x, codes.shape[2])
+    # integers of up to 30 bits are exact in fp64
+    sums = torch.einsum("mbk,nbk->mbn", activations.double(), codes.double()).float()
+    return (sums * scales * steps.float().T).sum(1)
+
+
+# ---------------------------------------------------------------------- the record
+
+
+class Layout:
+    """How codes and scales lie in memory. Here they stay as they are: [N, K] int8, and `scale`."""
+
+    def __init__(self, name: str, format: str):
+        """format: of `FORMATS`"""
+        self.name = name
+        self.format = format
+
+    def pack(self, codes: Tensor, scale: Tensor) -> Weight:
+        """Lay out codes and scales: nothing is rounded. Arguments: as for `pack` below."""
+        group = codes.shape[1] // scale.shape[1] if scale.dim() > 1 else 0
+        part = Part(self.name, len(codes), group)
+        return Weight(codes, (part,), codes.shape[1], scale=scale)
+
+    def unpack(self, weight: Weight) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales that `pack` laid out."""
+        return weight.data, weight.scale
+
+    def numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of a weight, [N, K]."""
+        return Encoder.decode(*self.unpack(weight)).to(dtype)
+
+    def multiply(self, rows: Tensor, weight: Weight) -> Tensor:
+        """Multiply rows by a weight plainly, [M, K] -> [M, N] fp32."""
+        codes, scale = self.unpack(weight)
+        steps = scale.view(len(scale), -1)  # [N, K/G], or [N, 1]
+        return multiply_groups(rows, codes.unflatten(1, (steps.shape[1], -1)), steps)
+
+    def take(self, weight: Weight, ids: Tensor) -> Weight | Tensor:
+        """Return some outputs, in codes and scales, or where they cannot be, as bfloat16."""
+        codes, scale = self.unpack(weight)
+        return pack(self.format, codes[ids], scale[ids])
+
+    def for_decoding(self, weight: Weight) -> Weight:
+        """Return the weight of a layer as the kernel of its device reads it."""
+        return weight
+
+
+LAYOUTS: dict[str, Layout] = {  # those of backends/ beside them, once a weight is packed so
+    "INT4_CODES": Layout("INT4_CODES", "int4"),
+    "INT8_CODES": Layout("INT8_CODES", "int8"),
+}
+
+
+class Part(NamedTuple):
+    """Some outputs of a layer, of one layout."""
+
+    layout: str  # a name in `LAYOUTS`
+    outputs: int
+    group: int = 0  # inputs that share a scale, where the layout leaves it open
+
+
+class Weight(NamedTuple):
+    """The packed weight of a linear layer, [N, K], or of a stack of experts, [E, N, K]."""
+
+    data: Tensor  # as the layout has it, E in front
+    parts: tuple[Part, ...]  # one below the other, the same for every expert
+    inputs: int  # K
+    table: Tensor | None = None  # of a CPU's strips: the parts, as C++ reads them
+    scale: Tensor | None = None  # of data without scales, E in front
+    experts: int = 0  # E; 0: one weight
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the first part."""
+        return LAYOUTS[self.parts[0].layout]
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def format(self) -> str:
+        """The format of its codes: a key of `FORMATS`, or "blocks" of a GGUF file."""
+        formats = {LAYOUTS[part.layout].format for part in self.parts}
+        return max(formats - {"none"}, default="none")
+
+    @property
+    def group_size(self) -> int:
+        """The inputs that share a scale; 0: one scale per output, or a GGUF file's own."""
+        return self.parts[0].group
+
+    def expert(self, number: int) -> Weight:
+        """Return the weight of one expert of a stack."""
+        scale = None if self.scale is None else self.scale[number]
+        return Weight(self.data[number], self.parts, self.inputs, self.table, scale)
+
+    def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers of the weight, [N, K] or [E, N, K]."""
+        if self.experts:
+            return torch.stack([self.expert(e).numbers(dtype) for e in range(self.experts)])
+        return self.layout.numbers(self, dtype)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Multiply rows plainly, [M, K] -> [M, N] fp32."""
+        return self.layout.multiply(rows, self)
+
+
+def layout_of(format: str, device: str, scale: torch.dtype) -> str:
+    """Return the name of the layout of a format's codes on a device, by the type of their scales.
+
+    That is the choice of the device's backend, if it has one.
+    """
+    if has_part("layouts", device):
+        return load_part("layouts", device)(format, scale)
+    return f"{format.upper()}_CODES"
+
+
+def pack(format: str, codes: Tensor, scale: Tensor) -> Weight:
+    """Lay out codes and scales for their device: nothing is rounded.
+
+    codes: [N, K] int8; scale: [N] float32, or in groups of `GROUPS` [N, K/G] bfloat16
+    """
+    return LAYOUTS[layout_of(format, codes.device.type, scale.dtype)].pack(codes, scale)
+
+
+def stack(weights: Iterable[Weight], experts: int) -> Weight:
+    """Stack the experts' weights, each computed in its turn, so that only one exists twice."""
+    data = scale = first = None
+    for number, weight in enumerate(weights):
+        if first is None:
+            first = weight
+            data = weight.data.new_empty(experts, *weight.data.shape)
+            if weight.scale is not None:
+                scale = weight.scale.new_empty(experts, *weight.scale.shape)
+        assert weight.parts == first.parts, (weight.parts, first.parts)
+        data[number] = weight.data
+        if scale is not None:
+            scale[number] = weight.scale
+    return Weight(data, first.parts, first.inputs, first.table, scale, experts)
+
+
+# ---------------------------------------------------------------------- the formats
+
+
+class Encoder:
+    """Rounds weights to codes and scales. Subclasses are the formats."""
+
+    format: ClassVar[str]
+
+    @classmethod
+    def encode(cls, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+        """Round a weight, a few rows at a time, so that no copy of it exists in fp32.
+
+        weight: [N, K] float; group_size: inputs that share a scale; 0: all of them, in int8
+        Returns: codes [N, K] int8; scale, [N, K/G] bfloat16, or of all inputs [N] float32.
+        """
+        N, K = weight.shape
+        codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        scale = weight.new_empty(N, dtype=torch.float32)
+        if group_size:
+            scale = weight.new_empty(N, K // group_size, dtype=torch.bfloat16)
+        rows = max(1, AT_ONCE[weight.device.type] // K)
+        parts = zip(weight.split(rows), codes.split(rows), scale.split(rows))
+        for weight_part, codes_part, scale_part in parts:
+            steps = scale_part.view(len(scale_part), -1)  # [rows, K/G], or [rows, 1]
+            groups = weight_part.float().unflatten(1, (steps.shape[1], -1))  # [rows, K/G, G]
+            codes_part.copy_(cls.encode_groups(groups, steps).flatten(1))
+        return codes, scale
+
+    @staticmethod
+    def encode_groups(groups: Tensor, steps: Tensor) -> Tensor:
+        """Return the codes of groups, [N, K/G, G] fp32. Writes: steps, [N, K/G]."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decode(codes: Tensor, scale: Tensor) -> Tensor:
+        """Return the weight of codes and scales, [N, K] fp32."""
+        steps = scale.float().view(len(scale), -1, 1)
+        return (codes.float().unflatten(1, (steps.shape[1], -1)) * steps).flatten(1)
+
+    @classmethod
+    def round(cls, weight: Tensor, group_size: int = 128) -> Weight:
+        """Round a weight, [N, K] float, and lay it out on its device."""
+        return pack(cls.format, *cls.encode(weight, group_size))
+
+
+class Int8(Encoder):
+    """Codes -127 .. 127 of a byte each, and a bf16 scale per output and group of inputs.
+
+    Groups of 64 have a third of the error of whole outputs in a model with outlying weights
+    (SmolLM2-135M: KL 0.0017 and 0.0040), and the fc of a head trained here has weights 30 times as
+    large for the embedding as for the feature. CUDA's matmul takes one fp32 scale per output.
+    """
+
+    format = "int8"
+
+    @staticmethod
+    def encode_groups(groups: Tensor, steps: Tensor) -> Tensor:
+        steps.copy_(groups.abs().amax(-1).clamp(min=1e-30) / 127)
+        return (groups / steps.float()[..., None]).round_().clamp_(-127, 127)
+
+
+class Int4(Encoder):
+    """Codes -8 .. 7, and a bf16 scale per output and group of inputs.
+
+    A scale may be negative, so that the larger extreme can be code -8, as in llama.cpp's Q4_0.
+    """
+
+    format = "int4"
+
+    @staticmethod
+    def encode_groups(groups: Tensor, steps: Tensor) -> Tensor:
+        # rounds to bf16; the codes are made for the rounded scale
+        steps.copy_(search_scale(groups).squeeze(-1))
+        return round_int4(groups, steps.float()[..., None], torch.empty_like(groups))
+
+
+FORMATS: dict[str, type[Encoder]] = {kind.format: kind for kind in (Int8, Int4)}
+
+
+def round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """Round numbers to codes of 4 bits. Writes, returns: out."""
+    return torch.div(groups, scale, out=out).round_().clamp_(-8, 7)
+
+
+def search_scale(groups: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Search a scale for each group with a small squared error.
+
+    The weight-only steps of AWQ and HQQ do the same. Each share in SEARCH gives a scale, and that
+    gives codes q of the group w. The best scale for these codes is w.q / q.q, with the squared
+    error w.w - (w.q)^2 / q.q. The first share is plain symmetric rounding.
+
+    groups: [N, K/G, G] fp32
+    importance: [G] fp32, of the squared errors; None: all the same
+    Returns: [N, K/G, 1] fp32, never 0.
+    """
+    low = groups.amin(-1, keepdim=True)
+    high = groups.amax(-1, keepdim=True)
+    extreme = torch.where(-low > high, low, high)  # goes to code -8
+    extreme = torch.where(extreme.abs() < 1e-30, 1e-30, extreme)
+    best = extreme / -8
+    most_explained = torch.zeros_like(low)
+    codes = torch.empty_like(groups)
+    for share in SEARCH:
+        round_int4(groups, extreme * (share / -8), codes)
+        weighted = codes if importance is None else codes * importance
+        along = torch.linalg.vecdot(groups, weighted)[..., None]  # w.q
+        refit = along / torch.linalg.vecdot(codes, weighted)[..., None]
+        explained = along * refit
+        better = explained > most_explained  # an all-zero group keeps its first scale
+        best = torch.where(better, refit, best)
+        most_explained = torch.where(better, explained, most_explained)
+    return best
+
+
+def check_finite(weight: Tensor, name: str, path: Path) -> None:
+    """Check a weight that is to be rounded. Raises: ValueError for NaN or infinite numbers."""
+    # the sum of finite numbers of 16 bits is finite in fp32, and takes no copy
+    if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all():
+        raise ValueError(f"{path}: {name} has weights that are NaN or infinite; download it again")
 
 
 @dataclass(frozen=True)
-class QuantizeConfig:
-    """Options of quantize.py. Units and effects are in the help texts."""
+class Quantization:
+    """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
 
-    checkpoint: str = option("", "Hugging Face directory of a target model or a head", bare=True)
-    quant: str = option("int4", "format", FORMAT_NAMES)
-    group_size: int = option(
-        0, "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit"
-    )
-    out: str = option("", "directory to write")
-    device: str = option("cpu", "where to compute: cpu or cuda")
-    overwrite: bool = option(False, "replace the directory if it is there")
+    format: str  # of `FORMATS`, or one that only files have
+    # inputs that share a scale; 0: `fit_group` chooses it for int4, all inputs for int8
+    group_size: int = 0
+    saved: bool = False  # the files hold codes already, which files/ reads
+    every_type: bool = False  # of BLOCKS on CUDA: not only those types that are fast there
 
+    @property
+    def is_blocks(self) -> bool:
+        """Return whether weights stay in the blocks of a GGUF file."""
+        return self.format == BLOCKS
 
-def check_apart(path: Path, out: Path) -> None:
-    """Check that a directory to write does not hold the checkpoint. Raises: ValueError."""
-    if out.resolve() in (path.resolve(), *path.resolve().parents):
-        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
-
-
-def check_no_gguf(path: Path) -> None:
-    """Check that a checkpoint is no GGUF file. Raises: ValueError."""
-    if is_gguf(path):
-        raise ValueError(
-            f"{path} is a GGUF file, which runs in its own bits as it is: "
-            f"python generate.py --checkpoint {path}"
-        )
+    @staticmethod
+    def of(format: str, group_size: int) -> Quantization | None:
+        """Return the value of `--quant` or `quant_draft`; None for `none`."""
+        if format == "none":
+            return None
+        return Quantization(format, group_size if format == "int4" else 0)
 
 
-def read_command(argv: list[str] | None = None) -> QuantizeConfig:
-    """Read the command line. Exit with status 2 on a mistake."""
-    config = parse(QuantizeConfig, "quantize.py", "Round a model's weights once and for all.", argv)
-    with one_line_errors("quantize.py"):
-        check_no_gguf(Path(config.checkpoint))
-        if not config.checkpoint or not config.out:
-            raise ValueError("--checkpoint and --out are needed: directories to read and to write")
-        # it may be a head; a model is checked when it is read
-        config = replace(config, checkpoint=str(fetched(config.checkpoint, is_head=True)))
-        check_no_gguf(Path(config.checkpoint))
-        if config.group_size and config.quant != "int4":
-            raise ValueError("--group_size belongs to int4; leave it out")
-        read_json(Path(config.checkpoint, "config.json"))
-        check_apart(Path(config.checkpoint), Path(config.out))
-        check_out(Path(config.out), config.overwrite)
-    return config
+def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
+    """Return int8 in the largest groups that divide the inputs of all weights, if any do.
 
-
-# --help and mistakes are answered before the imports below, which take seconds
-COMMAND = read_command() if __name__ == "__main__" else None
-
-from torch import Tensor
-
-from backends.formats import FORMATS, Encoder, check_finite
-from backends.library import cpu_operators_are_loaded, single_torch_thread
-from files.calibrate import Moments, moments_of
-from files.checkpoint import (
-    METHOD,
-    Quantization,
-    TensorSource,
-    WeightFiles,
-    fit_group,
-    in_groups,
-    saved_quantization,
-    scale_name,
-    write_checkpoint,
-)
-from files.config import read_raw
-from files.stacks import StackedFiles, has_stacks
-from files.tokenizer import has_tokenizer
-from run.rank import this_rank
-
-VERSION = 2  # of the rounding and of its text, for the cache
-TIED = "model.embed_tokens.weight"
-
-
-# ---------------------------------------------------------------------- into files
-
-
-def is_quantized(name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is a linear layer's weight; routers and confidences are not.
-
-    LiLiCorr's correlator stays as it is.
+    Other formats, formats of files, and groups that are given, are returned as they are.
     """
-    others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
-    others += ("mlp.router.weight", "markov_w1.weight", "confidence_head.proj.weight")
-    is_matrix = tensor.dim() == 2 and name.endswith(".weight")
-    return is_matrix and not name.endswith(others) and not name.startswith("lilicorr.")
+    if quant.format != "int8" or quant.saved or quant.group_size:
+        return quant
+    fits = [size for size in GROUPS if not any(n % size for n in inputs)]
+    return replace(quant, group_size=max(fits, default=0))
 
 
-def encoded(
-    files: TensorSource, quant: Quantization, device: str, moments: Iterable[Moments] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a directory, with codes and scales for the weights of linear layers.
+def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
+    """Choose 64, or 32 where 64 does not divide the inputs of every weight, if none is given.
 
-    moments: of the weights that are rounded with them; a tied LM head is written apart then
-    Prints its progress. Raises: ValueError for a weight that is NaN or infinite.
+    inputs: weight -> its number of inputs
+    Raises: ValueError for a weight that does not fit the format.
     """
-    kind = FORMATS[quant.format]
-    names = dict.fromkeys(files.readers)
-    for names_with, parts in moments:
-        usable = _usable(parts, names_with)
-        for name in names_with:
-            weight = files.read(name if name in files.readers else TIED).to(device)
-            check_finite(weight, name, files.path)
-            names.pop(name, None)
-            if usable:
-                pair = kind.encode_calibrated(weight, quant.group_size, parts)
+    fits = [size for size in GROUPS if not any(n % size for n in inputs.values())]
+    largest = fits[-1] if fits else GROUPS[0]
+    group = quant.group_size
+    if quant.format == "int4":
+        group = group or min(largest, OPEN_GROUP)
+    remedy = f"group_size={largest}" if fits else "--quant int8"
+    if quant.saved:
+        remedy = "another checkpoint"
+    for weight, n in inputs.items():
+        fault = f"{quant.format} group size {group} does not divide in_features {n} of {weight}"
+        require(not group or n % group == 0, f"{fault}; use {remedy}")
+        fault = f"{quant.format} needs in_features in multiples of 4; {weight} has {n}"
+        require(n % 4 == 0, fault)
+    return replace(quant, group_size=group)
+
+
+# ---------------------------------------------------------------------- the layer
+
+
+class Linear(nn.Module):
+    """Rows times a weight, x W^T, plus a bias; with experts each row times its own expert's.
+
+    It is made with a float weight, so that it can be trained, loaded and split by its name; `pack`
+    puts a `Weight` of any format in its place.
+    """
+
+    backend: Backend = TORCH  # as the model's
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        experts: int = 0,
+        fp32_out: bool = False,
+        device: str | torch.device | None = None,
+    ):
+        """Make a layer with a random float weight.
+
+        experts: of a stack of weights; 0: one weight
+        fp32_out: outputs in fp32, never rounded (LM heads)
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.experts = experts
+        self.fp32_out = fp32_out
+        shape = (experts, out_features, in_features) if experts else (out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(*shape, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[:-1], device=device)) if bias else None
+        self.packed: tuple[Part, ...] = ()  # the parts of the weight in place of `weight`
+        for name in ("data", "table", "scale"):  # of `Weight`
+            self.register_buffer(name, None)
+        if not experts:  # which are loaded, or set
+            nn.Linear.reset_parameters(self)
+
+    @classmethod
+    def of(
+        cls,
+        weight: Weight | Tensor,
+        bias: Tensor | None = None,
+        fp32_out: bool = False,
+        backend: Backend = TORCH,
+    ) -> Linear:
+        """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
+        if isinstance(weight, Weight):
+            sizes = (weight.inputs, weight.outputs)
+            experts = weight.experts
+        else:
+            sizes = (weight.shape[-1], weight.shape[-2])
+            experts = len(weight) if weight.dim() == 3 else 0
+        layer = cls(*sizes, False, experts, fp32_out, "meta")
+        layer.backend = backend
+        if isinstance(weight, Weight):
+            layer.pack(weight)
+        else:
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
+
+    def pack(self, weight: Weight) -> Linear:
+        """Put a packed weight in the place of the float one. Writes: the layer. Returns: it."""
+        assert (weight.inputs, weight.outputs) == (self.in_features, self.out_features), weight
+        assert weight.experts == self.experts, (weight.experts, self.experts)
+        weight = weight.layout.for_decoding(weight)
+        self.weight = None
+        self.packed = weight.parts
+        self.data = weight.data
+        self.table = weight.table
+        self.scale = weight.scale
+        return self
+
+    @property
+    def record(self) -> Weight:
+        """The packed weight."""
+        assert self.packed, "the weight is float"
+        operands = (self.data, self.packed, self.in_features, self.table, self.scale)
+        return Weight(*operands, self.experts)
+
+    @property
+    def format(self) -> str:
+        """The format of the weight: "none", a key of `FORMATS`, or "blocks"."""
+        return self.record.format if self.packed else "none"
+
+    @property
+    def group_size(self) -> int:
+        """The inputs that share a scale; 0: all, or a GGUF file's own."""
+        return self.record.group_size if self.packed else 0
+
+    def forward(self, x: Tensor, routing: Tensor | None = None) -> Tensor:
+        """Multiply rows.
+
+        x: [..., K]; with experts [P, K]; routing: with experts, from `Backend.route`
+        Returns: [..., N].
+        """
+        if routing is not None:
+            if self.packed:
+                y = self.backend.experts_matmul(x, self.record, routing)
             else:
-                pair = kind.encode(weight, quant.group_size)
-            yield from _stored(kind, name, *pair)
-        count = len(files.readers)
-        show_progress(f"{quant.format}: {count - len(names)} of {count} tensors", False)
-    count = len(files.readers)
-    for number, name in enumerate(names, 1 + count - len(names)):
-        tensor = files.read(name)
-        if is_quantized(name, tensor):
-            check_finite(tensor, name, files.path)
-            yield from _stored(kind, name, *kind.encode(tensor.to(device), quant.group_size))
-        elif not name.endswith("rotary_emb.inv_freq"):
-            yield name, tensor.clone()
-        show_progress(f"{quant.format}: {number} of {count} tensors", number == count)
+                y = self.backend.experts_linear(x, self.weight, routing)
+            return y if self.bias is None else self.backend.experts_bias(y, self.bias, routing)
+        if self.packed:
+            return self.backend.matmul(x, self.record, self.bias, self.fp32_out)
+        return self.backend.linear(x, self.weight, self.bias, self.fp32_out)
+
+    def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the weight, its table on a CPU or its scales, and the bias, for fused passes."""
+        if not self.packed:
+            return self.weight, None, self.bias
+        return self.data, self.scale if self.table is None else self.table, self.bias
+
+    @property
+    def in_cpp(self) -> bool:
+        """Return whether the C++ operators of a CPU multiply by the weight."""
+        return not self.packed or self.table is not None
+
+    def dequantize(self) -> Tensor:
+        """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""
+        return self.record.numbers() if self.packed else self.weight
+
+    def rows(self, ids: Tensor) -> Linear:
+        """Return a layer with some of the outputs, in their codes and scales where they can be.
+
+        ids: [R] int64
+        """
+        bias = None if self.bias is None else self.bias.detach()[ids]
+        if self.packed:
+            weight = self.record.layout.take(self.record, ids)
+        else:
+            weight = self.weight.detach()[ids]
+        return type(self).of(weight, bias, self.fp32_out, self.backend)
 
 
-def _stored(
-    kind: type[Encoder], name: str, codes: Tensor, scale: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a weight's tensors as files hold them."""
-    yield name, kind.to_file(codes).cpu()
-    yield scale_name(name), scale.cpu()
+# ---------------------------------------------------------------------- open
 
 
-def _usable(parts: list[Tensor], names: tuple[str, ...]) -> bool:
-    """Return whether moments say anything. Prints a line where they do not."""
-    fault = ""
-    if not all(part.isfinite().all() for part in parts):
-        fault = "NaN or infinite"
-    elif not any(part.any() for part in parts):
-        fault = "all zero"
-    if fault:
-        log_note(
-            f"the inputs of {names[0]} are {fault} on the calibration text; it is rounded "
-            "without calibration"
-        )
-    return not fault
-
-
-def quantize_directory(
-    path: Path,
-    out: Path,
-    quant: Quantization,
-    device: str = "cpu",
-    overwrite: bool = False,
-    moments: Iterable[Moments] = (),
-) -> None:
-    """Write a quantized copy of a model directory, which generate.py loads without options.
-
-    moments: as for `encoded`
-    Raises: ValueError for a directory that is quantized already, a group size that does not
-    divide, or files that cannot be read or written.
-    Writes: `out`.
-    """
-    quant.check("--quant")
-    raw = read_json(path / "config.json")
-    if saved_quantization(raw, path) is not None:
-        format = raw["quantization_config"]["format"]
-        raise ValueError(f"{path} is quantized already ({format}); give the original")
-    check_apart(path, out)
-    check_out(out, overwrite)
-    files: TensorSource = WeightFiles(path)
-    if has_stacks(files):
-        files = StackedFiles(files)
-    tensors = {name: files.read(name) for name in files.readers}  # memory-mapped
-    shapes = {name: tensor.shape for name, tensor in tensors.items() if is_quantized(name, tensor)}
-    inputs = {name: shape[1] for name, shape in shapes.items()}
-    is_target = any(name.startswith("model.") for name in inputs)  # not a draft head
-    quant = fit_group(in_groups(quant, inputs.values()), inputs)
-    kind = FORMATS[quant.format]
-    need_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in shapes)
-    need_bytes += sum(kind.stored_bytes(shape, quant.group_size) for shape in shapes.values())
-    check_out(out, overwrite, need_bytes)
-    settings = {"quant_method": METHOD, "format": quant.format}
-    if quant.group_size:
-        settings["group_size"] = quant.group_size
-    raw["quantization_config"] = settings
-    moments = iter(moments)
-    first = next(moments, None) if is_target else None  # without a tokenizer there are none
-    if first is not None:
-        moments = chain((first,), moments)
-        raw["tie_word_embeddings"] = False  # the head is written apart, in codes
-    # loops over short rows: threads would wait for each other longer than they work
-    with single_torch_thread(device == "cpu" and cpu_operators_are_loaded()):
-        write_checkpoint(out, encoded(files, quant, device, moments), raw, path, overwrite)
-
-
-# ---------------------------------------------------------------------- the cache of --quant int4
-
-
-def is_calibrated(quant: Quantization, path: Path) -> bool:
-    """Return whether `--quant` takes a checkpoint's weights from `calibrated`.
-
-    Not so for ranks of several, which quantize their own parts, nor for GGUF files.
-    """
-    return (
-        quant.format == "int4"
-        and not quant.saved
-        and path.is_dir()
-        and this_rank().world_size == 1
-        and saved_quantization(read_raw(path)) is None
-        and has_tokenizer(path)
-    )
-
-
-def calibrated(path: Path, quant: Quantization) -> WeightFiles:
-    """Return a directory's weights in int4, from the user's cache; made on the first call.
-
-    Raises: ValueError for weights that cannot be quantized, or a cache that cannot be written.
-    """
-    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".bin")]
-    identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
-    config = (path / "config.json").read_text(encoding="utf-8")
-    key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
-    named = os.environ.get("GPT_EAGLE_QUANTIZED")
-    parent = Path(named) if named else cache_folder() / "quantized"
-    out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+def read_json(path: Path) -> dict:
+    """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
+    fault = f"{path.parent} has no {path.name}; a Hugging Face model directory is expected"
+    require(path.is_file(), fault)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
-            "place; or use quantize.py"
-        ) from None
-    with folder_lock(parent, f"another process writes {parent}; waiting"):
-        if not out.is_dir():
-            log_note(f"weights in int4 are stored in {out}")
-            quantize_directory(path, out, quant, moments=moments_of(path))
-    return WeightFiles(out)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {one_line(error, 200)}; correct it") from None
+    require(isinstance(value, dict), f"{path} must hold a JSON object; correct it")
+    return value
 
 
-# ---------------------------------------------------------------------- main
+@contextmanager
+def errors_of(file: Path) -> Iterator[None]:
+    """Turn an error of safetensors into one ValueError with the file's name."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = f"is corrupt, truncated or of another kind ({one_line(error, 300)})"
+        raise ValueError(f"{file} {reason}; download it again") from None
 
 
-def main(argv: list[str] | None = None, command: QuantizeConfig | None = None) -> None:
-    """Run the command line. command: the result of `read_command`, where it is there already"""
-    config = command or read_command(argv)
-    with one_line_errors("quantize.py"):
-        quant = Quantization(config.quant, config.group_size)
-        out = Path(config.out)
-        device = pick_device(config.device)
-        path = Path(config.checkpoint)
-        moments = ()
-        if config.quant == "int4":
-            moments = moments_of(path)
-        quantize_directory(path, out, quant, device, config.overwrite, moments)
-        size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-        head = bundled_head(Path(config.checkpoint))
-        given = f"--checkpoint {config.out}" + (f" --head {head}" if head.is_dir() else "")
-        if not any(name.startswith("model.") for name in WeightFiles(out).readers):
-            given = f"--checkpoint MODEL --head {config.out}"
-        print(
-            f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: "
-            f'python generate.py {given} --prompt "Once upon a time"'
+class TensorSource:
+    """Tensors by name, and their config.json."""
+
+    path: Path  # the origin of the tensors, for error messages
+    config: dict  # the content of config.json
+    readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
+    # weights quantized by another library, which have no reader, and functions that unpack them
+    quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+    makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read one tensor.
+
+        dtype: the caller will round the tensor to it; a source may do that already
+        Raises: ValueError when it is missing, or a weight is a single number.
+        """
+        fault = f"{self.path}: the weight {name} is missing; download it again"
+        require(name in self.readers, fault)
+        tensor = self.readers[name]()
+        fault = f"{self.path}: {name} is a single number; use a model's own weights"
+        require(tensor.dim() > 0 or not name.endswith(".weight"), fault)
+        return tensor
+
+
+class WeightFiles(TensorSource):
+    """The tensors of a directory in safetensors, single or sharded, in memory-mapped files.
+
+    A tensor's memory is the file's until it is copied.
+    """
+
+    errors = staticmethod(errors_of)
+
+    def __init__(self, path: Path):
+        """Open the files of a directory.
+
+        Raises: ValueError when the config or the weights are missing, or a file is corrupt.
+        """
+        self.path = path
+        self.config = self.read_config()
+        self.readers = {}
+        for file in self.shards():
+            self.open_file(file)
+
+    def read_config(self) -> dict:
+        """Return the content of config.json."""
+        return read_json(self.path / "config.json")
+
+    def shards(self) -> list[Path]:
+        """Return the files with tensors: one, or those that an index names."""
+        index = self.path / "model.safetensors.index.json"
+        if (self.path / "model.safetensors").is_file() or not index.is_file():
+            return [self.path / "model.safetensors"]
+        return [self.path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+
+    def open_file(self, file: Path) -> None:
+        """Open a file. Raises: ValueError where it cannot be read. Writes: readers."""
+        require(file.is_file(), f"{self.path} has no {file.name}; add the weights")
+        with self.errors(file):
+            handle = safe_open(file, framework="pt")
+            names = list(handle.keys())
+
+        def read(name: str) -> Tensor:
+            with self.errors(file):
+                return handle.get_tensor(name)
+
+        self.readers |= {name: partial(read, name) for name in names}
+
+
+# ---------------------------------------------------------------------- into a model
+
+
+class Storage(NamedTuple):
+    """The dtype, device and format of weights in memory."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    quant: Quantization | None = None  # of the weights of linear layers
+
+
+def load_weights(
+    model: nn.Module,
+    files: TensorSource,
+    names: dict[str, tuple[str, ...]],
+    storage: Storage,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> Quantization | None:
+    """Fill a model made on the meta device, one parameter at a time.
+
+    names: our parameter -> the tensors that it is made of
+    ignored: returns whether a further tensor in the files may stay unused
+
+    Returns: `storage.quant` with the group size that was used.
+    Raises: ValueError that names every missing, unexpected or mis-shaped weight.
+    Writes: the parameters; with `storage.quant`, linear layers hold packed weights. At most one
+    parameter exists twice at any moment.
+    """
+    kind = load_part("reader", "loader") if has_part("reader", "loader") else Loader
+    return kind(files, storage).load(model, names, ignored)
+
+
+class Loader:
+    """The way of weights from files into a model."""
+
+    remedy = "does config.json fit?"  # where tensors are missing or unexpected
+
+    def __init__(self, files: TensorSource, storage: Storage):
+        self.files = files
+        self.storage = storage
+
+    def load(
+        self, model: nn.Module, names: dict[str, tuple[str, ...]], ignored: Callable[[str], bool]
+    ) -> Quantization | None:
+        """Do as `load_weights`."""
+        params = dict(model.named_parameters())
+        assert set(names) == set(params), set(names) ^ set(params)
+        linear: set[str] = set()
+        if self.storage.quant is not None:
+            linear = self.choose_packed(model, names)
+            self.choose_group({name: params[name].shape[-1] for name in names if name in linear})
+        self.check_names(self.wanted(names, linear), ignored)
+        self.fill(model, names, linear)
+        return self.storage.quant
+
+    def choose_packed(self, model: nn.Module, names: dict[str, tuple[str, ...]]) -> set[str]:
+        """Return the names of the weights that are to be in codes."""
+        return linear_weights(model)
+
+    def choose_group(self, inputs: dict[str, int]) -> None:
+        """Choose the inputs that share a scale. inputs: by the weight. Writes: storage."""
+        quant = self.storage.quant
+        where = f" of {self.files.path}" if quant.saved else ""
+        inputs = {name + where: count for name, count in inputs.items()}
+        if self.storage.device == "cpu":
+            quant = in_groups(quant, inputs.values())
+        self.storage = Storage(*self.storage[:2], fit_group(quant, inputs))
+
+    def wanted(self, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
+        """Return the names of all tensors that are needed. linear: the weights in codes"""
+        return {theirs for parts in names.values() for theirs in parts}
+
+    def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:
+        """Check the names of the tensors. Raises: ValueError for missing and unexpected ones."""
+        held = {*self.files.readers, *self.files.quantized}
+        unexpected = [name for name in held - wanted if not ignored(name)]
+        for fault, names in (("missing", wanted - held), ("unexpected", unexpected)):
+            listed = f"{len(names)} {fault} weight(s): {some(sorted(names))}"
+            require(not names, f"{self.files.path}: {listed}; {self.remedy}")
+
+    def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], linear: set[str]) -> None:
+        """Place all parameters. linear: the weights in codes. Writes: the model."""
+        for ours, theirs in names.items():
+            self.place(model, ours, theirs, linear)
+
+    def place(self, model: nn.Module, ours: str, theirs: tuple[str, ...], linear: set[str]) -> None:
+        """Place a parameter. Writes: the model."""
+        owner, _, leaf = ours.rpartition(".")
+        module = model.get_submodule(owner)
+        shape = getattr(module, leaf).shape
+        if ours in linear:
+            module.pack(self.packed(theirs, shape))
+            return
+        value = self.parameter(theirs, shape, self.dtype_of(module, leaf))
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
+        """Return the dtype of a parameter that stays float. module: that it is of"""
+        return self.storage.dtype
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return memory for a parameter that stays float; None: any."""
+        return None
+
+    def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a parameter that stays float.
+
+        shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]; any other
+            where one tensor holds it
+        """
+        is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
+        if not is_stack or len(names) < shape[0]:
+            return self.join(names, shape, dtype, self.room(shape, dtype))
+        value = None
+        for number, part_names in enumerate(by_expert(names, shape[0])):
+            part = self.join(part_names, shape[1:], dtype)
+            value = part.new_empty(shape) if value is None else value
+            value[number].copy_(part)
+        return value
+
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        """Return a weight, or a stack of them, in the layout of its format and device."""
+        if len(shape) == 2:
+            return self.pack(names, shape)
+        parts = by_expert(names, shape[0])
+        return stack((self.pack(part, shape[1:]) for part in parts), shape[0])
+
+    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        """Return one weight, packed."""
+        return pack(self.storage.quant.format, *self.codes(names, shape))
+
+    def codes(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a weight, which is rounded."""
+        weight = self.join(names, shape, None)  # in the files' own dtype
+        check_finite(weight, " + ".join(names), self.files.path)
+        return FORMATS[self.storage.quant.format].encode(weight, self.storage.quant.group_size)
+
+    def join(
+        self,
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
+        """Read tensors, one below the other, to the device.
+
+        dtype: None keeps the files' own; value: write and return this one
+        """
+        parts = [self.files.read(name, dtype) for name in names]
+        return self.below(parts, names, shape, dtype, value)
+
+    def below(
+        self,
+        parts: Sequence[Tensor],
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
+        """Put parts one below the other, on the device. Raises: ValueError for another shape."""
+        self.check_shape([tuple(part.shape) for part in parts], names, shape)
+        if value is None:
+            dtype = dtype or parts[0].dtype
+            is_new = len(parts) == 1 and self.files.makes_tensors
+            if is_new and parts[0].dtype == dtype and self.storage.device == "cpu":
+                return parts[0]
+            value = torch.empty(shape, dtype=dtype, device=self.storage.device)
+        for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
+            target.copy_(part)
+        return value
+
+    def check_shape(
+        self, parts: Sequence[tuple[int, ...]], names: tuple[str, ...], shape: torch.Size
+    ) -> None:
+        """Check that parts, one below the other, have a shape. Raises: ValueError otherwise."""
+        rows = sum(part[0] for part in parts if part)
+        fits = rows == shape[0] and all(part[1:] == tuple(shape[1:]) for part in parts)
+        got = " + ".join(str(list(part)) for part in parts)
+        require(
+            fits,
+            f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for "
+            f"{list(shape)} in all; use the config made for these weights",
         )
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    main(command=COMMAND)
+def linear_weights(model: nn.Module) -> set[str]:
+    """Return the names of the weights of linear layers."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    return {f"{name}.weight" for name in layers}
+
+
+def by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names of each expert's tensors, expert by expert."""
+    each = len(names) // experts
+    for first in range(0, len(names), each):
+        yield names[first : first + each]
+
+
+def some(names: list[str], most: int = 4) -> str:
+    """Return the first of some names, and the number of the others."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

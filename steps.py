@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kv_cache import Window
-from linear import Linear
+from quantize import Linear
 from reference import TORCH, Backend
 from runtime import replace_fields
 

@@ -25,7 +25,7 @@ from backends.library import cuda_products, is_plain, lib
 from backends.linear import fits_kernel
 from backends.triton import int4
 from backends.triton.launch import PART
-from linear import Linear
+from quantize import Linear
 from reference import rms_norm
 
 lib.define(

@@ -28,7 +28,7 @@ from draft_tree import DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.level_draft import head_options, last_of
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, EagleState, fill
-from files.checkpoint import Quantization, saved_quantization
+from files.checkpoint import saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.fields import FLAG, integer, key, naming, read_fields, text_part
 from files.heads import check_sizes
@@ -36,10 +36,10 @@ from files.io import read_json
 from files.keys import WIDTH
 from files.weights import check_layers
 from kv_cache import KVCache, Window, causal_window, sliding
-from linear import Linear
 from model import Transformer, layer_names, run_layers, windows_of
 from models.gemma4 import Gemma4, read_config
 from options import require
+from quantize import Linear, Quantization
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype

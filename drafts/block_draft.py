@@ -33,14 +33,13 @@ from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
 from eagle_draft import draft_lm_head, is_same_embedding
 from files.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
-from files.checkpoint import Quantization, WeightFiles, saved_quantization
+from files.checkpoint import WeightFiles, saved_quantization
 from files.heads import head_files
 from files.io import is_gguf
-from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import RotaryEmbeddings, Transformer, windows_of
 from models.correlator import Correlator
+from quantize import Linear, Quantization, Storage, load_weights
 from reference import TORCH, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields

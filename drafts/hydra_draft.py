@@ -27,12 +27,11 @@ from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
 from drafts.level_draft import head_options, last_of, score_with, tree_of
 from drafts.medusa_draft import FeatureState, empty_feature
 from eagle_draft import EagleState
-from files.checkpoint import Quantization, WeightFiles, saved_quantization
+from files.checkpoint import WeightFiles, saved_quantization
 from files.token_heads import TokenHeads, hydra_names, is_unused, read_hydra
-from files.weights import Storage, load_weights
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from quantize import Linear, Quantization, Storage, load_weights
 from reference import TORCH, Backend, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from draft_tree import DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.level_draft import LevelDrafter, head_options, last_of, score_with, tree_of
-from files.checkpoint import Quantization, WeightFiles, saved_quantization
+from files.checkpoint import WeightFiles, saved_quantization
 from files.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
-from files.weights import Storage, load_weights
-from linear import Linear
 from model import Transformer
+from quantize import Linear, Quantization, Storage, load_weights
 from reference import use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields

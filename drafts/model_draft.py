@@ -26,7 +26,7 @@ from torch import Tensor
 from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, RootOnly, TreeDrafter
 from drafts.presets import PresetPolicy
-from files.checkpoint import BLOCKS, Quantization, WeightFiles, saved_quantization
+from files.checkpoint import WeightFiles, saved_quantization
 from files.config import read_config, read_raw
 from files.head_kinds import head_kind
 from files.io import is_gguf
@@ -35,6 +35,7 @@ from files.weights import load_model
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer
 from options import log_note, require
+from quantize import BLOCKS, Quantization
 from reference import Backend, choose, use_backend
 from run.options import GenerateConfig
 from runtime import replace_fields

@@ -21,12 +21,13 @@ import torch
 from drafters import DraftMethod
 from drafts.level_draft import head_options
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, draft_lm_head, fill
-from files.checkpoint import Quantization, TensorSource, saved_quantization
+from files.checkpoint import TensorSource, saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.heads import check_sizes
 from files.mtp import Mtp, need_mtp
 from model import Transformer, layer_names
 from options import log_note
+from quantize import Quantization
 from run.options import GenerateConfig
 from steps import Beside, Project, Step
 

@@ -9,7 +9,7 @@
 3. `Quantization` is the format of quantized weights, from config.json or an option.
 
 Not here: text and JSON (files/io.py); the keys of config.json (files/fields.py); the meaning of the
-names (files/weights.py); rounding (backends/formats.py).
+names (files/weights.py); rounding (quantize.py).
 """
 
 from __future__ import annotations
@@ -17,28 +17,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+import quantize
 from files.fields import text_part
 from files.io import check_out, gguf_files, read_json, set_usual_mode
 from files.untrusted import load_pickle, read_untrusted
 from options import one_line
-from run.options import FORMAT_NAMES, GROUP_SIZES
+from quantize import FORMATS, GROUPS, Quantization
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
-BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file (files/gguf_blocks.py)
 SHARD_BYTES = 2 * 10**9
-OPEN_GROUP = 64  # the largest group of int4 where none is given: 128 lose much for 3 % less memory
 # single files of weights, or the beginning of an index's name; the last ones are draft heads'
 FILES = (
     "model.safetensors",
@@ -73,44 +69,22 @@ COPIED = (
 # ---------------------------------------------------------------------- quantization
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """The format of quantized weights, from `--quant` or a checkpoint's config.json."""
+def check_quantization(quant: Quantization, where: str) -> Quantization:
+    """Check the format and the group size.
 
-    format: str  # one of FORMAT_NAMES, or BLOCKS
-    # inputs that share a scale; 0: `fit_group` chooses it for int4, all inputs for int8
-    group_size: int = 0
-    saved: bool = False  # the files hold codes already
-    every_type: bool = False  # BLOCKS on CUDA: not only `files.gguf_blocks.KEPT_BY_DEFAULT`
-
-    @staticmethod
-    def of(format: str, group_size: int) -> Quantization | None:
-        """Return the value of `--quant` or `quant_draft`; None for `none`."""
-        if format == "none":
-            return None
-        return Quantization(format, group_size if format == "int4" else 0)
-
-    @property
-    def is_blocks(self) -> bool:
-        """Return whether weights stay in the blocks of a GGUF file."""
-        return self.format == BLOCKS
-
-    def check(self, where: str) -> Quantization:
-        """Check the format and the group size.
-
-        where: the flag or key that holds them, for the message
-        Raises: ValueError for an unknown one.
-        """
-        if self.format not in FORMAT_NAMES:
-            raise ValueError(
-                f"{where}: the format must be one of {', '.join(FORMAT_NAMES)}; it is {self.format}"
-            )
-        if type(self.group_size) is not int or self.group_size not in (0, *GROUP_SIZES):
-            sizes = ", ".join(map(str, GROUP_SIZES))
-            raise ValueError(
-                f"{where}: the group size must be one of {sizes}; it is {self.group_size}"
-            )
-        return self
+    where: the flag or key that holds them, for the message
+    Raises: ValueError for an unknown one.
+    """
+    if quant.format not in FORMATS:
+        raise ValueError(
+            f"{where}: the format must be one of {', '.join(FORMATS)}; it is {quant.format}"
+        )
+    if type(quant.group_size) is not int or quant.group_size not in (0, *GROUPS):
+        sizes = ", ".join(map(str, GROUPS))
+        raise ValueError(
+            f"{where}: the group size must be one of {sizes}; it is {quant.group_size}"
+        )
+    return quant
 
 
 def read_model_config(path: Path) -> dict:
@@ -175,7 +149,7 @@ def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | No
     if own is None:
         return None
     quant = Quantization(str(own.get("format")), own.get("group_size", 0), saved=True)
-    return quant.check("quantization_config")
+    return check_quantization(quant, "quantization_config")
 
 
 def scale_name(weight: str) -> str:
@@ -183,42 +157,41 @@ def scale_name(weight: str) -> str:
     return weight + "_scale"
 
 
-def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
-    """Return int8 in the largest groups that divide the inputs of all weights, if any do.
-
-    Other formats, formats of files, and groups that are given, are returned as they are.
-    """
-    if quant.format != "int8" or quant.saved or quant.group_size:
-        return quant
-    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs)]
-    return replace(quant, group_size=max(fits, default=0))
+# in a file, int4 has two codes in a byte, whose low half is the even column
+STORED = {"int8": torch.int8, "int4": torch.uint8}
 
 
-def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
-    """Choose 64, or 32 where 64 does not divide the inputs of every weight, if none is given.
+def to_file(format: str, codes: Tensor) -> Tensor:
+    """Return the codes of a weight, [N, K] int8, as files hold them."""
+    if format == "int8":
+        return codes
+    nibbles = codes.view(torch.uint8) & 15
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
-    inputs: weight -> its number of inputs
-    Raises: ValueError for a weight that does not fit the format.
-    """
-    fits = [size for size in GROUP_SIZES if not any(n % size for n in inputs.values())]
-    largest = fits[-1] if fits else GROUP_SIZES[0]
-    group = quant.group_size
-    if quant.format == "int4":
-        group = group or min(largest, OPEN_GROUP)
-    for weight, n in inputs.items():
-        if group and n % group:
-            remedy = f"group_size={largest}" if fits else "--quant int8"
-            if quant.saved:
-                remedy = "another checkpoint"
-            raise ValueError(
-                f"{quant.format} group size {group} does not divide in_features {n} of {weight}; "
-                f"use {remedy}"
-            )
-        if n % 4:
-            raise ValueError(
-                f"{quant.format} needs in_features in multiples of 4; {weight} has {n}"
-            )
-    return replace(quant, group_size=group)
+
+def from_file(format: str, stored: Tensor) -> Tensor:
+    """Return the codes of a weight that files hold, the inverse of `to_file`."""
+    if format == "int8":
+        return stored
+    nibbles = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
+    return ((nibbles ^ 8).to(torch.int8) - 8).contiguous()  # the sign of four bits
+
+
+def stored_shapes(
+    quant: Quantization, shape: torch.Size
+) -> tuple[torch.Size, torch.Size, torch.dtype]:
+    """Return the shapes of a weight's codes and scales in a file, and the dtype of scales."""
+    N, K = shape
+    codes = torch.Size((N, K if quant.format == "int8" else K // 2))
+    if not quant.group_size:
+        return codes, shape[:1], torch.float32
+    return codes, torch.Size((N, K // quant.group_size)), torch.bfloat16
+
+
+def stored_bytes(quant: Quantization, shape: torch.Size) -> int:
+    """Return the bytes of a weight's codes and scales in a file."""
+    codes, scales, dtype = stored_shapes(quant, shape)
+    return codes.numel() + scales.numel() * dtype.itemsize
 
 
 # ---------------------------------------------------------------------- reading
@@ -240,35 +213,18 @@ class Codes(NamedTuple):
         return (groups * scale).flatten(1)
 
 
-class TensorSource(Protocol):
-    """Tensors by name, and their config.json."""
+class TensorSource(quantize.TensorSource):
+    """Tensors by name, and their config.json, with what loading tells about them.
 
-    path: Path  # the origin of the tensors, for error messages
-    config: dict  # the content of config.json
-    readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
-    # weights quantized by another library, which have no reader, and functions that unpack them;
-    # of a GGUF file those that return `files.gguf_blocks.Blocks`
-    quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+    `quantized` of a GGUF file has functions that return `files.gguf_blocks.Blocks`.
+    """
+
     note: str = ""  # printed when all is read
     block_types: str = ""  # of a GGUF file's matrices, for a note
-    makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def type_of(self, name: str) -> str:
         """Return the type of the blocks of a tensor that has a reader; "": it has none."""
         return ""
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor.
-
-        dtype: the caller will round the tensor to it; a source may do that already
-        Raises: ValueError when it is missing, or a weight is a single number.
-        """
-        if name not in self.readers:
-            raise ValueError(f"{self.path}: the weight {name} is missing; download it again")
-        tensor = self.readers[name]()
-        if name.endswith(".weight") and not tensor.dim():
-            raise ValueError(f"{self.path}: {name} is a single number; use a model's own weights")
-        return tensor
 
 
 def _text_name(name: str) -> str:
@@ -279,32 +235,23 @@ def _text_name(name: str) -> str:
     return name
 
 
-class WeightFiles(TensorSource):
-    """The tensors of a model directory, in memory-mapped files.
+class WeightFiles(TensorSource, quantize.WeightFiles):
+    """The tensors of a model directory in safetensors or .bin files, single or sharded."""
 
-    A tensor's memory is the file's until it is copied.
-    """
+    errors = staticmethod(read_untrusted)
 
     def __init__(self, path: Path):
         """Open the files of a directory.
 
         Raises: ValueError when the config or the weights are missing, or a file is corrupt.
         """
-        self.path = path
-        self.config = read_model_config(path)
-        self.readers: dict[str, Callable[[], Tensor]] = {}
-        for file in self._shards():
-            if not os.path.isfile(file):  # False too for a name that no file can have
-                raise ValueError(
-                    f"{path}: the index names {file.name}, which is missing; download it again"
-                )
-            if file.suffix == ".safetensors":
-                self._open_safetensors(file)
-            else:
-                self._open_bin(file)
+        super().__init__(path)
         self.readers = {_text_name(name): read for name, read in self.readers.items()}
 
-    def _shards(self) -> list[Path]:
+    def read_config(self) -> dict:
+        return read_model_config(self.path)
+
+    def shards(self) -> list[Path]:
         for name in FILES:
             # a whole file goes before an index, which may be that of the files it was made of
             if (self.path / name).is_file():
@@ -338,17 +285,15 @@ class WeightFiles(TensorSource):
             raise ValueError(f"{index} names files outside of its folder; download it again")
         return [self.path / name for name in files]
 
-    def _open_safetensors(self, file: Path) -> None:
-        with read_untrusted(file):
-            handle = safe_open(file, framework="pt")
-            names = list(handle.keys())
-
-        def read(name: str) -> Tensor:
-            with read_untrusted(file):
-                return handle.get_tensor(name)
-
-        for name in names:
-            self.readers[name] = partial(read, name)
+    def open_file(self, file: Path) -> None:
+        if not os.path.isfile(file):  # False too for a name that no file can have
+            raise ValueError(
+                f"{self.path}: the index names {file.name}, which is missing; download it again"
+            )
+        if file.suffix == ".safetensors":
+            super().open_file(file)
+        else:
+            self._open_bin(file)
 
     def _open_bin(self, file: Path) -> None:
         with read_untrusted(file):

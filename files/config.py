@@ -3,7 +3,7 @@
 A checkpoint is a Hugging Face directory or a GGUF file; `open_source` and `read_raw` take both.
 The dataclasses here declare each key that is read, with its type, range and default
 (`read_fields`). An unknown architecture, activation or RoPE type is an error, not a guess.
-Not here: how the files hold quantized weights (backends/formats.py).
+Not here: how the files hold quantized weights (quantize.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from backends.library import has_cpu_operators
 from files import registry
 from files.checkpoint import (
-    BLOCKS,
     TensorSource,
     WeightFiles,
     foreign_quantization,
@@ -36,6 +35,7 @@ from files.known_heads import own_head
 from files.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig
 from options import log_note
+from quantize import BLOCKS
 from run.methods import MTP, head_kinds
 from run.options import OF_DRAWS, GenerateConfig, Sampling
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from backends.library import has_cpu_operators, has_triton, is_plain
+from backends.strips import GGUF_TYPES, part_bytes
 from backends.triton.layout import (
     BLOCK_FORMS,
     Form,
@@ -33,14 +34,14 @@ from backends.triton.layout import (
     pack_block_codes,
     pack_block_scales,
 )
-from backends.weight import LAYOUTS, Part, Weight
 from files.checkpoint import is_mxfp4, read_model_config
 from files.io import is_gguf
+from quantize import Part, Weight
 from run.options import GenerateConfig
 from run.rank import this_rank
 
-OF_FILES = [name for name, layout in LAYOUTS.items() if layout.format == "blocks" and layout.id]
-NAMES = {LAYOUTS[name].id: name for name in OF_FILES}
+NAMES = GGUF_TYPES
+OF_FILES = list(GGUF_TYPES.values())
 MXFP4 = 39  # of GGUF
 # Types that keep their bits on CUDA by default: one that did so before. The others wait for a
 # device that times them, as a matmul of one row may take longer than in 16 bits. For 64 outputs and
@@ -104,7 +105,7 @@ class Blocks(NamedTuple):
     def bytes(self, device: str) -> int:
         """Return the size of the packed weight on a device."""
         if not in_planes(device):
-            return self.part.bytes(self.inputs)
+            return part_bytes(self.part, self.inputs)
         form = BLOCK_FORMS[NAMES[self.type_id]]
         rows = -(-self.inputs // inputs_of_block(form.bits)) * len(self.content)
         return 2 * rows * (columns_of(form.bits) + halves_of(form))

@@ -23,9 +23,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from backends.formats import Int8
 from files.checkpoint import Codes, TensorSource
 from files.quant_config import as_ours, read_stored_format
+from quantize import Int8
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the outputs 0 to 7 among the 8 codes of a number
 HALVES = (torch.float16, torch.bfloat16)

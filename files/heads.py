@@ -28,15 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backends.formats import FORMATS, Encoder
 from eagle_draft import MASK, Eagle3, EagleConfig, HeadSource
-from files.checkpoint import (
-    BLOCKS,
-    TensorSource,
-    WeightFiles,
-    saved_quantization,
-    scale_name,
-)
+from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
 from files.config import HFArchitecture, config_from, open_source
 from files.fields import (
     FLAG,
@@ -56,6 +49,7 @@ from files.untrusted import load_pickle, read_untrusted
 from files.weights import check_layers
 from model import ModelConfig
 from options import load_part, log_note, require
+from quantize import BLOCKS, FORMATS
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -190,19 +184,16 @@ def head_files(path: Path, form: str) -> TensorSource:
     saved = saved_quantization(files.config, path)
     if saved is None or saved.format == form:
         return files
-    kind = FORMATS[saved.format]
     for name in [*files.readers]:
         scale = files.readers.pop(scale_name(name), None)
         if scale:
-            files.readers[name] = partial(_numbers, kind, files.readers[name], scale)
+            files.readers[name] = partial(_numbers, saved.format, files.readers[name], scale)
     files.config = {k: v for k, v in files.config.items() if k != "quantization_config"}
     return files
 
 
-def _numbers(
-    kind: type[Encoder], codes: Callable[[], Tensor], scale: Callable[[], Tensor]
-) -> Tensor:
-    return kind.decode(kind.from_file(codes()), scale())
+def _numbers(format: str, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Tensor:
+    return FORMATS[format].decode(from_file(format, codes()), scale())
 
 
 def version_of(names: Iterable[str]) -> int:

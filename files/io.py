@@ -257,6 +257,12 @@ def check_outputs(files: dict[str, str]) -> None:
             raise ValueError(f"{other} and {flag} both write {path}; name another file for one")
 
 
+def check_apart(path: Path, out: Path) -> None:
+    """Check that a directory to write does not hold the checkpoint. Raises: ValueError."""
+    if out.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(f"--out holds the checkpoint itself ({out}); name another directory")
+
+
 def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
     """Check the directory to write.
 

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from backends.library import cpu_operators_are_loaded
-from backends.weight import Part
+from backends.strips import part_bytes
 from files.checkpoint import TensorSource, is_mxfp4
 from files.gguf_blocks import MXFP4, Blocks, bad_scale
+from quantize import Part
 
 STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # a stack -> the matrices of an expert whose rows take turns in it
@@ -68,7 +69,7 @@ class Mxfp4(NamedTuple):
 
     def bytes(self, device: str) -> int:
         """Return the size of the packed weight. device: a CPU, as CUDA has no matmul for it"""
-        return self.part.bytes(self.inputs)
+        return part_bytes(self.part, self.inputs)
 
     def as_blocks(self) -> Blocks:
         """Return the weight in GGUF's order: a power of two, then codes i and i + 16 in a byte."""

@@ -1,11 +1,8 @@
 """Load the weights of a checkpoint into a model.
 
-1. `weight_names` maps each of our parameters to the Hugging Face tensors that it is made of. Some
-   of ours are several of theirs, one below the other: `wqkv` is q, k and v; the experts of a layer
-   are one stack.
-2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize
-   the weights of linear layers on the way. An error names every weight that is missing, unexpected
-   or of the wrong shape.
+`load_weights` of quantize.py fills a model made on the meta device, one parameter at a time, by
+`model.weight_names`. Here is its loader for all that files hold. An error names every weight that
+is missing, unexpected or of the wrong shape.
 
 The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a
 stand-in. Not here: the use of a weight (model.py), number formats (quantize.py), reading and
@@ -18,37 +15,50 @@ import ctypes
 import math
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from backends.cpp.pages import REGION, HugePages
-from backends.formats import FORMATS, Encoder, check_finite
 from backends.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
+from backends.planes import planes
+from backends.strips import part_bytes, table_of
 from backends.triton.layout import BLOCK_FORMS
-from backends.weight import Weight, planes, stack, table_of
+from backends.weight import Embedding, pack_codes
 from files import gguf_blocks
 from files.checkpoint import (
-    BLOCKS,
+    STORED,
     Codes,
-    Quantization,
     TensorSource,
-    fit_group,
-    in_groups,
+    from_file,
     saved_quantization,
     scale_name,
+    stored_bytes,
+    stored_shapes,
 )
 from files.config import EMBEDDING, open_source, read_config
 from files.gguf_blocks import Blocks, Numbers
 from files.io import StatusLine, is_gguf
-from linear import Embedding, Linear
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer, weight_names
 from options import log_note, one_line
+from quantize import (
+    BLOCKS,
+    FORMATS,
+    Int8,
+    Linear,
+    Loader,
+    Quantization,
+    Storage,
+    Weight,
+    by_expert,
+    linear_weights,
+    load_weights,
+    some,
+    stack,
+)
 from reference import choose, use_backend
 from run.stats import check_memory
 
@@ -61,83 +71,208 @@ PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 OPTIONAL = re.compile(r"\.(self_attn|mlp)\.\w+_proj\.bias$")
 
 
-class Storage(NamedTuple):
-    """The dtype, device and format of weights in memory."""
+class CheckpointLoader(Loader):
+    """The loader of quantize.py, for all that files hold: codes, blocks of GGUF, missing biases.
 
-    dtype: torch.dtype
-    device: str = "cpu"
-    quant: Quantization | None = None  # of the weights of linear layers
-
-
-def load_weights(
-    model: nn.Module,
-    files: TensorSource,
-    names: dict[str, tuple[str, ...]],
-    storage: Storage,
-    ignored: Callable[[str], bool] = lambda name: False,
-) -> Quantization | None:
-    """Fill a model made on the meta device, one parameter at a time.
-
-    names: our parameter -> the tensors it is made of
-    ignored: returns whether a further tensor in the files may stay unused
-
-    Returns: `storage.quant` with the group size that was used.
-    Raises: ValueError that names every missing, unexpected or mis-shaped weight.
-    Writes: the parameters; with `storage.quant`, linear layers are replaced by quantized ones. At
-    most one parameter exists twice at any moment.
+    It checks that the weights fit in memory, tells its progress, and takes huge pages.
     """
-    params = dict(model.named_parameters())
-    assert set(names) == set(params), set(names) ^ set(params)
-    _add_zero_biases(files, names)
-    linear: set[str] = set()
-    if storage.quant is not None:
-        linear = _linear_weights(model)
-        if files.quantized:
-            linear = _quantized_by_others(files, names, linear)
-        if not storage.quant.is_blocks:
-            where = f" of {files.path}" if storage.quant.saved else ""
-            inputs = {name + where: params[name].shape[-1] for name in names if name in linear}
-            quant = storage.quant
-            if storage.device == "cpu":
-                quant = in_groups(quant, inputs.values())
-            storage = storage._replace(quant=fit_group(quant, inputs))
-    wanted = {theirs for parts in names.values() for theirs in parts}
-    if storage.quant is not None and storage.quant.saved and not files.quantized:
-        wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
-    _check_names(files, wanted, ignored)
-    stored_bytes = _check_memory(files, params, names, linear, storage)
-    pages = HugePages() if stored_bytes >= REGION else None
-    loading = _Loading(files, storage, pages)
-    status = StatusLine()
-    with status, single_torch_thread(stored_bytes < SMALL and cpu_operators_are_loaded()):
-        for number, (ours, theirs) in enumerate(names.items()):
-            status.show(f"[loading: {number} of {len(names)} weights]")
-            owner, _, leaf = ours.rpartition(".")
-            if ours in linear:
-                loading.set_weight(theirs, model.get_submodule(owner))
-                continue
-            if theirs[0] in files.quantized:  # an embedding in blocks
-                setattr(model, owner, loading.embedding(theirs, params[ours].shape))
-                continue
-            module = model.get_submodule(owner)
-            wide = leaf in getattr(module, "in_fp32", ())
-            value = loading.parameter(theirs, params[ours].shape, wide)
-            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-    if loading.wide:
-        log_note(
-            f"{files.path}: int8 on CUDA has no groups of inputs; "
-            f"converted to {str(storage.dtype).removeprefix('torch.')}: {_some(loading.wide)}"
+
+    def __init__(self, files: TensorSource, storage: Storage):
+        super().__init__(files, storage)
+        self.pages: HugePages | None = None
+        self.wide: list[str] = []  # weights that the device's product cannot hold
+        self.status = StatusLine()
+        self.placed = 0
+        if is_gguf(files.path):
+            self.remedy = "use another file"
+
+    def load(
+        self, model: nn.Module, names: dict[str, tuple[str, ...]], ignored: Callable[[str], bool]
+    ) -> Quantization | None:
+        _add_zero_biases(self.files, names)
+        quant = super().load(model, names, ignored)
+        if self.wide:
+            log_note(
+                f"{self.files.path}: int8 on CUDA has no groups of inputs; "
+                f"converted to {str(self.storage.dtype).removeprefix('torch.')}: {some(self.wide)}"
+            )
+        return quant
+
+    def choose_packed(self, model: nn.Module, names: dict[str, tuple[str, ...]]) -> set[str]:
+        linear = super().choose_packed(model, names)
+        if self.files.quantized:
+            return _quantized_by_others(self.files, names, linear)
+        return linear
+
+    def choose_group(self, inputs: dict[str, int]) -> None:
+        if not self.storage.quant.is_blocks:
+            super().choose_group(inputs)
+
+    def wanted(self, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
+        wanted = super().wanted(names, linear)
+        if self.storage.quant is not None and self.storage.quant.saved and not self.files.quantized:
+            wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
+        return wanted
+
+    def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:
+        """Check the names of the tensors.
+
+        A model may have other parts, as a vision tower: they are noted, and not used.
+        Raises: ValueError for missing tensors and unexpected ones.
+        """
+        held = {*self.files.readers, *self.files.quantized}
+        if "fc.weight" in held - wanted:
+            raise ValueError(
+                f"{self.files.path} holds a draft head and no model; name its model with "
+                "--checkpoint, and the head with --head"
+            )
+        others: list[str] = []
+        if EMBEDDING in wanted:  # a model, not a head
+            unused = sorted(name for name in held - wanted if not ignored(name))
+            others = [name for name in unused if not name.startswith(PARTS)]
+        super().check_names(wanted, lambda name: name in others or ignored(name))
+        if others:
+            unused = f"{len(others)} weight(s) of other parts are not used: {some(others)}"
+            log_note(f"{self.files.path}: {one_line(unused)}")
+
+    def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], linear: set[str]) -> None:
+        params = dict(model.named_parameters())
+        stored_bytes = _check_memory(self.files, params, names, linear, self.storage)
+        self.pages = HugePages() if stored_bytes >= REGION else None
+        on_one_thread = stored_bytes < SMALL and cpu_operators_are_loaded()
+        self.total = len(names)
+        with self.status, single_torch_thread(on_one_thread):
+            super().fill(model, names, linear)
+
+    def place(self, model: nn.Module, ours: str, theirs: tuple[str, ...], linear: set[str]) -> None:
+        self.status.show(f"[loading: {self.placed} of {self.total} weights]")
+        self.placed += 1
+        owner, _, leaf = ours.rpartition(".")
+        module = model.get_submodule(owner)
+        shape = getattr(module, leaf).shape
+        if ours not in linear and theirs[0] in self.files.quantized:  # an embedding in blocks
+            setattr(model, owner, self.embedding(theirs, shape))
+        elif ours in linear and not self.fits_device(theirs):
+            module.weight = nn.Parameter(self.widened(theirs, shape), requires_grad=False)
+        else:
+            super().place(model, ours, theirs, linear)
+            if ours in linear and not self.storage.quant.is_blocks:  # packed where they stay
+                if self.pages and not module.experts:  # which are too much to be there twice
+                    self.pages.move(module)
+                _trim_heap()
+
+    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
+        is_wide = leaf in getattr(module, "in_fp32", ())
+        return torch.float32 if is_wide else super().dtype_of(module, leaf)
+
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        if self.pages and self.storage.device == "cpu":
+            return self.pages.empty(shape, dtype)
+        return None
+
+    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
+        """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
+        on_cuda = gguf_blocks.in_planes(self.storage.device)
+        dtype = self.storage.dtype if on_cuda else torch.float32
+        return Embedding(self.packed(names, shape), dtype)
+
+    def fits_device(self, names: tuple[str, ...]) -> bool:
+        """Return whether the device's product holds the codes of others; int8 on CUDA may not."""
+        is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
+        if not (is_int8_on_cuda and self.files.quantized):
+            return True
+        for name in names:
+            weight = self.files.quantized[name]()
+            if weight.scale.dim() > 1:
+                return False
+        return True
+
+    def widened(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
+        """Return the numbers of codes. Writes: `wide`."""
+        parts = [self.files.quantized[name]().numbers() for name in names]
+        flat = torch.Size((shape.numel() // shape[-1], shape[-1]))
+        self.wide.append(names[0])
+        return self.below(parts, names, flat, self.storage.dtype).view(shape)
+
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        if self.storage.quant.is_blocks:
+            return self._blocks(names, shape)
+        return super().packed(names, shape)
+
+    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        format = self.storage.quant.format
+        if self.files.quantized:
+            return pack_codes(format, *self._codes_of_others(names, shape))
+        return super().pack(names, shape)
+
+    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+        """Pack a weight, or a stack of them, that stays in the file's blocks.
+
+        Numbers that the file has beside blocks of the same layer become bfloat16.
+        """
+        experts = list(by_expert(names, shape[0])) if len(shape) == 3 else [names]
+        sources = [[self._block_source(name) for name in part_names] for part_names in experts]
+        for of_expert, part_names in zip(sources, experts):
+            self.check_shape([source.shape for source in of_expert], part_names, shape[-2:])
+        kinds = {tuple(source.part for source in of_expert) for of_expert in sources}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{self.files.path}: the experts of {names[0]} and others are of several types; "
+                "use --dtype bfloat16"
+            )
+        (parts,) = kinds
+        if gguf_blocks.in_planes(self.storage.device):
+            weights = (self._planes(of_expert) for of_expert in sources)
+            return stack(weights, len(sources)) if len(shape) == 3 else next(weights)
+        sizes = [part_bytes(part, shape[-1]) for part in parts]
+        every = torch.Size((len(sources), sum(sizes)))
+        data = (
+            self.pages.empty(every, torch.uint8)
+            if self.pages
+            else torch.empty(every, dtype=torch.uint8)
         )
-    return storage.quant
+        for of_expert, bytes in zip(sources, data):
+            for source, out in zip(of_expert, bytes.split(sizes)):
+                source.pack(out, self.files.path)
+        table = table_of(parts, shape[-1], sizes)
+        if len(shape) == 3:
+            return Weight(data, parts, shape[-1], table, experts=len(sources))
+        return Weight(data[0], parts, shape[-1], table)
 
+    def _planes(self, sources: Sequence[Blocks]) -> Weight:
+        """Pack a weight for CUDA."""
+        device = self.storage.device
+        return planes([gguf_blocks.planes(each, device, self.files.path) for each in sources])
 
-def _linear_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights of linear layers."""
-    names = set()
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            names.add(f"{name}.weight")
-    return names
+    def _block_source(self, name: str) -> Blocks | Numbers:
+        if name in self.files.quantized:
+            return self.files.quantized[name]()
+        return Numbers(self.files.read(name, torch.bfloat16))
+
+    def codes(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a weight: the files hold them, or it is rounded."""
+        quant = self.storage.quant
+        if not quant.saved:
+            return super().codes(names, shape)
+        codes_shape, scale_shape, scale_dtype = stored_shapes(quant, shape)
+        stored = self.join(names, codes_shape, STORED[quant.format])
+        codes = from_file(quant.format, stored)
+        scale = self.join(tuple(map(scale_name, names)), scale_shape, scale_dtype)
+        if quant.format == "int8" and quant.group_size and self.storage.device != "cpu":
+            return Int8.encode(Int8.decode(codes, scale), 0)  # CUDA's product has no groups
+        return codes, scale
+
+    def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Return the same of a weight that others quantized."""
+        parts = [self.files.quantized[name]() for name in names]
+        codes = self.below([part.codes for part in parts], names, shape, None)
+        scales = [part.scale for part in parts]
+        scale = self.below(scales, names, shape[:1] + scales[0].shape[1:], None)
+        zeros = [part.zero for part in parts]
+        if zeros[0] is None:
+            return codes, scale
+        zero = self.below(zeros, names, shape[:1] + zeros[0].shape[1:], None)
+        return codes, scale, zero
 
 
 def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> None:
@@ -156,7 +291,7 @@ def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> 
         weight = name.removesuffix("bias") + "weight"
         if weight in held:
             files.readers[name] = partial(_zeros, files, weight)
-    log_note(f"{files.path}: {len(missing)} missing bias(es) are zero: {_some(missing)}")
+    log_note(f"{files.path}: {len(missing)} missing bias(es) are zero: {some(missing)}")
 
 
 def _zeros(files: TensorSource, weight: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -167,35 +302,6 @@ def _zeros(files: TensorSource, weight: str, dtype: torch.dtype | None = None) -
     return torch.zeros(
         len(packed.codes if isinstance(packed, Codes) else packed.content), dtype=dtype
     )
-
-
-def _check_names(files: TensorSource, wanted: set[str], ignored: Callable[[str], bool]) -> None:
-    """Check the names of the tensors.
-
-    A model may have other parts, as a vision tower: they are noted, and not used.
-    Raises: ValueError for missing tensors and unexpected ones.
-    """
-    held = {*files.readers, *files.quantized}
-    if "fc.weight" in held - wanted:
-        raise ValueError(
-            f"{files.path} holds a draft head and no model; name its model with --checkpoint, "
-            "and the head with --head"
-        )
-    missing = sorted(wanted - held)
-    unexpected = sorted(name for name in held - wanted if not ignored(name))
-    others: list[str] = []
-    if EMBEDDING in wanted:  # a model, not a head
-        others = [name for name in unexpected if not name.startswith(PARTS)]
-        unexpected = [name for name in unexpected if name.startswith(PARTS)]
-    for fault, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            remedy = "use another file" if is_gguf(files.path) else "does config.json fit?"
-            raise ValueError(
-                f"{files.path}: {len(names)} {fault} weight(s): {_some(names)}; {remedy}"
-            )
-    if others:
-        unused = f"{len(others)} weight(s) of other parts are not used: {_some(others)}"
-        log_note(f"{files.path}: {one_line(unused)}")
 
 
 def _quantized_by_others(
@@ -255,7 +361,7 @@ def _check_memory(
             continue
         width = parameter.shape[-1]
         shape = torch.Size((parameter.numel() // width, width))
-        need += FORMATS[quant.format].stored_bytes(shape, quant.group_size)
+        need += stored_bytes(quant, shape)
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
     return need
@@ -268,211 +374,6 @@ def _widens_groups(files: TensorSource, storage: Storage) -> bool:
     return on_cuda and quant.format == "int8" and quant.group_size > 0
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """Reads tensors, and makes parameters and packed weights of them."""
-
-    files: TensorSource
-    storage: Storage
-    pages: HugePages | None
-    wide: list[str] = field(default_factory=list)  # weights that the device's product cannot hold
-
-    def parameter(self, names: tuple[str, ...], shape: torch.Size, wide: bool) -> Tensor:
-        """Return a parameter that stays float. wide: in fp32, whatever the others are
-
-        shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]; any other
-            where one tensor holds it
-        """
-        dtype = torch.float32 if wide else self.storage.dtype
-        is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
-        if not is_stack or len(names) < shape[0]:
-            on_cpu = self.storage.device == "cpu"
-            value = self.pages.empty(shape, dtype) if self.pages and on_cpu else None
-            return self._join(names, shape, dtype, value)
-        value = None
-        for number, part_names in enumerate(_by_expert(names, shape[0])):
-            part = self._join(part_names, shape[1:], dtype)
-            if value is None:
-                value = part.new_empty(shape)
-            value[number].copy_(part)
-        return value
-
-    def set_weight(self, names: tuple[str, ...], layer: Linear) -> None:
-        """Pack the weight of a layer, or widen codes that its device does not hold.
-
-        Writes: the layer.
-        """
-        shape = layer.weight.shape
-        if not self.fits_device(names):
-            layer.weight = nn.Parameter(self.widened(names, shape), requires_grad=False)
-            return
-        layer.pack(self.packed(names, shape))
-        if self.storage.quant.is_blocks:  # which are packed where they stay
-            return
-        if self.pages and not layer.experts:  # which are too much to be there twice
-            self.pages.move(layer)
-        _trim_heap()
-
-    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
-        """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
-        on_cuda = gguf_blocks.in_planes(self.storage.device)
-        dtype = self.storage.dtype if on_cuda else torch.float32
-        return Embedding(self.packed(names, shape), dtype)
-
-    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
-        """Return a weight, or a stack of them, in the layout of its format and device."""
-        if self.storage.quant.is_blocks:
-            return self._blocks(names, shape)
-        kind = FORMATS[self.storage.quant.format]
-        if len(shape) == 2:
-            return kind.pack(*self._codes(kind, names, shape))
-        experts = _by_expert(names, shape[0])
-        return stack((kind.pack(*self._codes(kind, part, shape[1:])) for part in experts), shape[0])
-
-    def fits_device(self, names: tuple[str, ...]) -> bool:
-        """Return whether the device's product holds the codes of others; int8 on CUDA may not."""
-        is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
-        if not (is_int8_on_cuda and self.files.quantized):
-            return True
-        for name in names:
-            weight = self.files.quantized[name]()
-            if weight.scale.dim() > 1:
-                return False
-        return True
-
-    def widened(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
-        """Return the numbers of codes. Writes: `wide`."""
-        parts = [self.files.quantized[name]().numbers() for name in names]
-        flat = torch.Size((shape.numel() // shape[-1], shape[-1]))
-        self.wide.append(names[0])
-        return self._stack(parts, names, flat, self.storage.dtype).view(shape)
-
-    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
-        """Pack a weight, or a stack of them, that stays in the file's blocks.
-
-        Numbers that the file has beside blocks of the same layer become bfloat16.
-        """
-        experts = list(_by_expert(names, shape[0])) if len(shape) == 3 else [names]
-        sources = [[self._block_source(name) for name in part_names] for part_names in experts]
-        for of_expert, part_names in zip(sources, experts):
-            self._check_shape([source.shape for source in of_expert], part_names, shape[-2:])
-        kinds = {tuple(source.part for source in of_expert) for of_expert in sources}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{self.files.path}: the experts of {names[0]} and others are of several types; "
-                "use --dtype bfloat16"
-            )
-        (parts,) = kinds
-        if gguf_blocks.in_planes(self.storage.device):
-            weights = (self._planes(of_expert) for of_expert in sources)
-            return stack(weights, len(sources)) if len(shape) == 3 else next(weights)
-        sizes = [part.bytes(shape[-1]) for part in parts]
-        every = torch.Size((len(sources), sum(sizes)))
-        data = (
-            self.pages.empty(every, torch.uint8)
-            if self.pages
-            else torch.empty(every, dtype=torch.uint8)
-        )
-        for of_expert, bytes in zip(sources, data):
-            for source, out in zip(of_expert, bytes.split(sizes)):
-                source.pack(out, self.files.path)
-        table = table_of(parts, shape[-1], sizes)
-        if len(shape) == 3:
-            return Weight(data, parts, shape[-1], table, experts=len(sources))
-        return Weight(data[0], parts, shape[-1], table)
-
-    def _planes(self, sources: Sequence[Blocks]) -> Weight:
-        """Pack a weight for CUDA."""
-        device = self.storage.device
-        return planes([gguf_blocks.planes(each, device, self.files.path) for each in sources])
-
-    def _block_source(self, name: str) -> Blocks | Numbers:
-        if name in self.files.quantized:
-            return self.files.quantized[name]()
-        return Numbers(self.files.read(name, torch.bfloat16))
-
-    def _codes(
-        self, kind: type[Encoder], names: tuple[str, ...], shape: torch.Size
-    ) -> tuple[Tensor, ...]:
-        """Return codes, scale and, if there is one, zero point of a weight.
-
-        The files hold them, or a float weight is quantized.
-        """
-        quant = self.storage.quant
-        if not quant.saved:
-            weight = self._join(names, shape, None)  # in the files' own dtype
-            check_finite(weight, " + ".join(names), self.files.path)
-            return kind.encode(weight, quant.group_size)
-        if self.files.quantized:
-            return self._codes_of_others(names, shape)
-        stored = self._join(names, kind.file_shape(shape), kind.file_dtype)
-        codes = kind.from_file(stored)
-        scale_names = tuple(map(scale_name, names))
-        scale_shape = kind.scale_shape(shape, quant.group_size)
-        scale = self._join(scale_names, scale_shape, kind.scale_dtype(quant.group_size))
-        if kind.format == "int8" and quant.group_size and self.storage.device != "cpu":
-            return kind.encode(kind.decode(codes, scale), 0)  # CUDA's product has no groups
-        return codes, scale
-
-    def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
-        """Return the same of a weight that others quantized."""
-        parts = [self.files.quantized[name]() for name in names]
-        codes = self._stack([part.codes for part in parts], names, shape, None)
-        scales = [part.scale for part in parts]
-        scale = self._stack(scales, names, shape[:1] + scales[0].shape[1:], None)
-        zeros = [part.zero for part in parts]
-        if zeros[0] is None:
-            return codes, scale
-        zero = self._stack(zeros, names, shape[:1] + zeros[0].shape[1:], None)
-        return codes, scale, zero
-
-    def _join(
-        self,
-        names: tuple[str, ...],
-        shape: torch.Size,
-        dtype: torch.dtype | None,
-        value: Tensor | None = None,
-    ) -> Tensor:
-        """Read the named tensors, one below the other, to the device.
-
-        dtype: None keeps the files' own; value: write and return this one
-        """
-        parts = [self.files.read(name, dtype) for name in names]
-        return self._stack(parts, names, shape, dtype, value)
-
-    def _stack(
-        self,
-        parts: Sequence[Tensor],
-        names: tuple[str, ...],
-        shape: torch.Size,
-        dtype: torch.dtype | None,
-        value: Tensor | None = None,
-    ) -> Tensor:
-        self._check_shape([tuple(part.shape) for part in parts], names, shape)
-        if value is None:
-            dtype = dtype or parts[0].dtype
-            device = self.storage.device
-            is_new = len(parts) == 1 and self.files.makes_tensors
-            if is_new and parts[0].dtype == dtype and device == "cpu":
-                return parts[0]
-            value = torch.empty(shape, dtype=dtype, device=device)
-        for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
-            target.copy_(part)
-        return value
-
-    def _check_shape(
-        self, parts: Sequence[tuple[int, ...]], names: tuple[str, ...], shape: torch.Size
-    ) -> None:
-        """Check that parts, one below the other, have a shape. Raises: ValueError otherwise."""
-        rows = sum(part[0] for part in parts if part)
-        if any(part[1:] != tuple(shape[1:]) for part in parts) or rows != shape[0]:
-            got = " + ".join(str(list(part)) for part in parts)
-            raise ValueError(
-                f"{self.files.path}: {' + '.join(names)} has shape {got}, but its config asks for "
-                f"{list(shape)} in all; use the config made for these weights"
-            )
-
-
 def _trim_heap() -> None:
     """Return freed memory to the system.
 
@@ -480,20 +381,6 @@ def _trim_heap() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _by_expert(names: tuple[str, ...], experts: int) -> Iterator[tuple[str, ...]]:
-    """Yield the names of each expert's tensors, expert by expert."""
-    each = len(names) // experts
-    for first in range(0, len(names), each):
-        yield names[first : first + each]
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    listed = ", ".join(names[:most])
-    if len(names) > most:
-        listed += f", and {len(names) - most} more"
-    return listed
 
 
 def export_weights(
@@ -597,7 +484,7 @@ def keep_blocks(
         return Quantization(BLOCKS, saved=True) if files.quantized else None
     names = weight_names(model.config)
     kept = BLOCK_FORMS.keys() if every_type else set(gguf_blocks.KEPT_BY_DEFAULT)
-    for ours in names.keys() & {*_linear_weights(model), "embedding.weight"}:
+    for ours in names.keys() & {*linear_weights(model), "embedding.weight"}:
         types = {files.type_of(name) for name in names[ours]}
         is_stack = model.get_parameter(ours).dim() == 3  # whose weights are all of one type
         if types <= kept and not (is_stack and len(types) > 1):

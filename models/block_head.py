@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linear import Linear
 from models.mixtures import Qwen
 from models.steps import WindowAttend
+from quantize import Linear
 from steps import Add, Attend, Norm, Project, Rows, Step
 
 INJECTED = ("readouts", "writes", "message", "receiver_gate", "predecessor_gate")

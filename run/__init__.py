@@ -2,7 +2,7 @@
 
 NEEDS = ("files",)
 ADDS = {
-    "program": {"generate": "run.start:main"},
+    "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
     "library": {
         "load": "run.load:load",
         "generate": "run.generate:generate",

@@ -198,9 +198,9 @@ def skips_requantization(config: GenerateConfig, path: Path) -> bool:
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     """Load the weights, in the format that the options and the files ask for."""
-    from files.checkpoint import BLOCKS, Quantization
     from files.gguf_blocks import keeps_blocks
-    from quantize import calibrated, is_calibrated
+    from files.rounding import calibrated, is_calibrated
+    from quantize import BLOCKS, Quantization
     from run import tp
 
     source = None
@@ -221,8 +221,9 @@ def _resolved(
     config: GenerateConfig, target: Transformer, path: Path, device: str
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
-    from files.checkpoint import BLOCKS, saved_quantization
+    from files.checkpoint import saved_quantization
     from files.config import read_raw, resolve_draft
+    from quantize import BLOCKS
 
     config = replace(config, device=device, compile=how_to_run(config, device))
     saved = saved_quantization(read_raw(path))

@@ -230,7 +230,7 @@ def with_options(
     for f in fields(config):
         if options.get(f.name, f.default) == f.default:
             continue
-        for need in (SAMPLED,) if f.name == "seed" else f.metadata["needs"]:
+        for need in f.metadata["needs"]:
             # one beside a temperature of 0 belongs to a row of calls
             in_a_row = need is SAMPLED and "temperature" in options
             has_effect = in_a_row or any(need.met(own) for own in owns)

@@ -8,11 +8,8 @@ Not here: the import (generate.py), the weights (run/load.py).
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import os
 import random
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from files.gguf_header import read_header
 from files.head_kinds import check_mtp, head_kind
 from files.io import is_gguf, read_json
-from options import load_module, require
+from options import require
 from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
@@ -73,26 +70,6 @@ def with_text(command: Command) -> Command:
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
         return Command(config, command.prompts, text, command.to_end, command.keys)
-
-
-def main() -> None:
-    """Run generate.py: answer mistakes, then import torch, then decode.
-
-    torchrun's ranks answer mistakes together, behind the imports (run/ranks.py).
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
-    gc.disable()  # a collection would visit torch's 180,000 objects, which stay
-    command = None
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        command = with_text(read_command())
-    program = load_module("run.generate")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # later collections, and those at the end, leave the imports' objects out
-    gc.enable()
-    try:
-        program.main_of_rank(command)
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def with_checked_files(config: GenerateConfig) -> GenerateConfig:

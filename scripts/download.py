@@ -23,9 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from files.hub import refusal, wanted
+from files.io import FETCHED
 from files.known_heads import PublishedHead, published_heads
 from options import require
-from run.options import FETCHED
 from run.parsing import did_you_mean, one_line_errors, option, parse
 
 

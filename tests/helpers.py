@@ -33,9 +33,8 @@ import backends.triton.layout
 import backends.weight
 import sampling
 from backends.epilogues import HeadNorms
-from backends.formats import FORMATS
 from backends.library import has_cpu_operators
-from backends.weight import Weight, stack, table_of
+from backends.strips import part_bytes, table_of
 from decode import Cycle, Engine, build_cycles
 from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, DraftMethod, TreeDrafter
@@ -44,8 +43,8 @@ from drafts.residual import sample_children
 from eagle_draft import EagleHead, load_head
 from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
 from files.weights import export_weights, load_model
-from linear import Linear
 from model import Layer, ModelConfig, Transformer, weight_names
+from quantize import FORMATS, Linear, Weight, stack
 from reference import TORCH, Backend, choose, rms_norm
 from run.load import accept_rule
 from run.options import GenerateConfig
@@ -342,8 +341,8 @@ class Quantized(NamedTuple):
         if self.scale is None:
             return x @ self.packed.to(x.dtype).T
         if self.scale.dtype == torch.float16:
-            return backends.weight.blocks_a16_reference(x, self.packed, self.scale)
-        product = backends.weight.w4a16_reference if self.group else backends.weight.w8a16_reference
+            return backends.planes.blocks_a16_reference(x, self.packed, self.scale)
+        product = backends.planes.w4a16_reference if self.group else backends.planes.w8a16_reference
         return product(x, self.packed, self.scale)
 
     def operator(self, x: Tensor) -> Tensor:
@@ -351,8 +350,8 @@ class Quantized(NamedTuple):
         if self.scale is None:
             return backends.linear.halves_product(x, self.packed.to(x.dtype), "none")
         if self.scale.dtype == torch.float16:
-            return backends.weight.blocks_a16(x, self.packed, self.scale)
-        return (backends.weight.w4a16 if self.group else backends.weight.w8a16)(
+            return backends.planes.blocks_a16(x, self.packed, self.scale)
+        return (backends.planes.w4a16 if self.group else backends.planes.w8a16)(
             x, self.packed, self.scale
         )
 
@@ -410,9 +409,9 @@ class QuantizedExperts(NamedTuple):
         """The product by the operator."""
         if not self.parts:
             return backends.experts.experts_linear(x, self.weight, routing)
-        product = backends.weight.w4a16 if self.parts[0].group else backends.weight.w8a16
+        product = backends.planes.w4a16 if self.parts[0].group else backends.planes.w8a16
         if self.scale.dtype == torch.float16:
-            product = backends.weight.blocks_a16
+            product = backends.planes.blocks_a16
         return product(x, self.weight, self.scale, routing)
 
 
@@ -492,7 +491,7 @@ def weight_of_blocks(*parts: Blocks | Numbers) -> Weight:
     """The weight of a layer whose parts lie in a GGUF file."""
     inputs = parts[0].shape[1]
     kinds = tuple(part.part for part in parts)
-    sizes = [kind.bytes(inputs) for kind in kinds]
+    sizes = [part_bytes(kind, inputs) for kind in kinds]
     out = torch.full((sum(sizes),), 255, dtype=torch.uint8)
     for part, strips in zip(parts, out.split(sizes)):
         part.pack(strips, Path("m.gguf"))
@@ -507,10 +506,7 @@ def packed_blocks(*parts: Blocks | Numbers) -> tuple[Tensor, Tensor]:
 
 def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lay out codes for CUDA on every device, so that layers multiply as there."""
-    layout_of = backends.weight.layout_of
-    monkeypatch.setattr(
-        backends.weight, "layout_of", lambda format, device, scale: layout_of(format, "cuda", scale)
-    )
+    monkeypatch.setattr("backends.strips.layout_on_cpu", backends.planes.layout_on_cuda)
 
 
 def layer_of(weight: Weight | Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Linear:

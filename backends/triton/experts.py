@@ -240,7 +240,7 @@ def run_experts(
 def experts_product(
     x: Tensor, weight: Tensor, scale: Tensor | None, lists: Tensor, device: Device
 ) -> Tensor:
-    """Compute `backends.experts.experts_linear` (scale None), or `backends.weight.w4a16` and
+    """Compute `backends.experts.experts_linear` (scale None), or `backends.planes.w4a16` and
     `w8a16`.
     """
     P, K = x.shape

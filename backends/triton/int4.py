@@ -206,7 +206,7 @@ def like(x: Tensor, units: Tensor, epilogue: str) -> tuple[tuple[int, ...], torc
 def multiply(
     x: Tensor, units: Tensor, epilogue: str = "none", squares: Tensor | None = None
 ) -> Tensor:
-    """Compute `backends.weight.w4a16_fragments`; a launch for as many rows as a block takes.
+    """Compute `backends.planes.w4a16_fragments`; a launch for as many rows as a block takes.
 
     Allocates its result, and nothing else; never waits.
     epilogue, squares: as for `backends.triton.qmatmul.run_product`

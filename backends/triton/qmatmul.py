@@ -687,7 +687,7 @@ def run_product(
 
 
 def read_rows(packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    """Compute `backends.weight.read_rows`. Allocates its result, and nothing else; never waits."""
+    """Compute `backends.planes.read_rows`. Allocates its result, and nothing else; never waits."""
     form = form_of(packed, scale)
     y = torch.empty(len(ids), K, dtype=dtype, device=ids.device)
     if len(ids):
@@ -734,7 +734,7 @@ def matmul(
     epilogue: str = "none",
     squares: Tensor | None = None,
 ) -> Tensor:
-    """Compute `backends.weight.w4a16` or `w8a16`; without a scale `backends.linear.linear`.
+    """Compute `backends.planes.w4a16` or `w8a16`; without a scale `backends.linear.linear`.
 
     epilogue, squares: as for `run_product`
     """

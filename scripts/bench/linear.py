@@ -105,10 +105,10 @@ from tqdm import tqdm
 
 from backends.cpp import build
 from backends.cpp.pages import HugePages
-from backends.formats import FORMATS
-from backends.weight import Weight, table_of
+from backends.strips import part_bytes, table_of
 from files.gguf import TYPES
 from files.gguf_blocks import Blocks
+from quantize import FORMATS, Weight
 from reference import choose
 from scripts.bench.measure import Series, environment, read_bandwidth
 
@@ -129,7 +129,7 @@ def empty_blocks(kind: str, n: int, k: int) -> Weight:
     number = FILE_TYPES[kind]
     row = k // TYPES[number].elements * TYPES[number].size
     blocks = Blocks(kind, torch.zeros(n, row, dtype=torch.uint8), number, k)
-    size = blocks.part.bytes(k)
+    size = part_bytes(blocks.part, k)
     packed = torch.empty(size, dtype=torch.uint8)
     blocks.pack(packed, Path(kind))
     return Weight(packed, (blocks.part,), k, table_of((blocks.part,), k, [size]))

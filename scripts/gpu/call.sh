@@ -86,7 +86,7 @@ PAPERS=("$PY" scripts/bench/papers.py --device "$DEVICE" --dtype bfloat16 --comp
 PAPERS+=(--traced 1 --quant int4 --json "$OUT/papers.jsonl")
 PAPERS+=(--methods none,eagle:dynamic:tree_depth=6:tree_topk=8:tree_size=32)
 PROFILE=("$PY" generate.py --device "$DEVICE" --checkpoint checkpoints/demo --prompt "def f(x):")
-PROFILE+=(--set dtype=bfloat16 --set ignore_eos=true --compile --quant int4 --draft none -n 16)
+PROFILE+=(--dtype bfloat16 --ignore_eos --compile --quant int4 --draft none -n 16)
 if [ "$DEVICE" = cpu ]; then
     FAMILIES=facts,capture,clock
     LADDER+=(--dry_run)

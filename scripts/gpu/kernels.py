@@ -90,9 +90,9 @@ LAYERS = {
     "head": (32000, 4096),
 }
 PRODUCTS = {
-    "int4": (backends.weight.w4a16, backends.weight.w4a16_reference),
-    "int8": (backends.weight.w8a16, backends.weight.w8a16_reference),
-    **dict.fromkeys(GGUF, (backends.weight.blocks_a16, backends.weight.blocks_a16_reference)),
+    "int4": (backends.planes.w4a16, backends.planes.w4a16_reference),
+    "int8": (backends.planes.w8a16, backends.planes.w8a16_reference),
+    **dict.fromkeys(GGUF, (backends.planes.blocks_a16, backends.planes.blocks_a16_reference)),
 }
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 CAPACITY = 4096 + 256

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
-from linear import Linear
 from model import ModelConfig, Transformer
+from quantize import Linear
 from steps import Attend, Rows, run_steps
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially

@@ -17,9 +17,9 @@ from files.checkpoint import WeightFiles
 from files.token_heads import TokenHeads, hydra_names, medusa_names
 from files.weights import export_weights
 from helpers import GOLDEN, golden_target
-from linear import Linear
 from model import ModelConfig, Transformer
 from models.mixtures import with_head_norms
+from quantize import Linear
 from scripts.train import losses, train_eagle
 from scripts.train.train_block import tapped_layers, write_files
 

@@ -13,10 +13,10 @@ from test_qwen3_5 import DRAFTERS, OPTIONS, PROMPTS
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
-from files.checkpoint import BLOCKS, Quantization
 from files.weights import load_model
 from helpers import decode, engine_for
 from model import RotaryEmbeddings, Transformer
+from quantize import BLOCKS, Quantization
 from scripts.train import train_eagle
 from tiny_models import GREEDY, IDS, assert_same_config, assert_same_logits, by_passes
 

@@ -8,8 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
-from files.checkpoint import Quantization
 from files.weights import load_model
+from quantize import Quantization
 from run.options import ROOT
 
 SAMPLE_S = 0.0005  # between two looks at the memory of a process that loads

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 from test_block_draft import trained_dir
 
-import quantize
 from backends.fusions import NEXT_READER, AddNorm, MergedModel
 from backends.library import has_cpu_operators
+from backends.weight import Embedding
 from block_files import (
     LEVELS,
     MASK,
@@ -41,17 +41,9 @@ from drafters import DraftInputs
 from drafts.block_draft import SparkDrafter, load_head
 from drafts.parallel_eagle import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
-from files.checkpoint import BLOCKS, Quantization
-from helpers import (
-    GOLDEN,
-    PROMPTS,
-    compiled_as_on_cuda,
-    decode,
-    engine_for,
-    golden_target,
-    slow,
-)
-from linear import Embedding
+from files.rounding import quantize_directory
+from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target, slow
+from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from tiny_models import Kind, write
 
@@ -719,7 +711,7 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
 def test_quantized_copies_have_the_codes_of_loading(kind, tmp_path):
     """As quantize.py writes them: convolutions and tables of tokens stay as they are."""
     path = WRITERS[kind](tmp_path / "head")
-    quantize.quantize_directory(path, tmp_path / "int8", Quantization("int8"))
+    quantize_directory(path, tmp_path / "int8", Quantization("int8"))
     target = golden_target(TARGET)
     ours = load_head(tmp_path / "int8", target)
     theirs = load_head(path, target, Quantization("int8"))

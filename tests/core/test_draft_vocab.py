@@ -13,7 +13,6 @@ from backends.weight import unpack
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
 from eagle_draft import EagleDrafter, draft_lm_head
-from files.checkpoint import Quantization
 from files.weights import load_model
 from helpers import (
     GOLDEN,
@@ -27,6 +26,7 @@ from helpers import (
     trimmed_head,
     with_children,
 )
+from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO
 from sampling import Sampling

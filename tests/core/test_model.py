@@ -19,13 +19,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import backends.cpp.pages
 import files.weights
 from backends.cpp.pages import HUGE_PAGE, HugePages
-from files.checkpoint import Quantization
 from files.config import config_from, read_config
 from files.weights import export_weights, load_model
 from helpers import Operators, block_inputs
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import rope_frequencies, weight_names
+from quantize import Linear, Quantization
 from reference import choose
 from run.load import load
 from run.options import DEMO

@@ -20,15 +20,14 @@ from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import helpers
-import quantize
 from backends.experts import experts_linear
-from backends.formats import FORMATS
 from backends.weight import grouped_reference, unpack
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from drafts.ngram_draft import Ngram, NgramDrafter
 from eagle_draft import EagleDrafter
-from files.checkpoint import Quantization, WeightFiles
+from files.checkpoint import WeightFiles
+from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import (
     COMPILER,
@@ -40,11 +39,11 @@ from helpers import (
     golden_target,
     rounded,
 )
-from linear import Linear
 from model import ModelConfig, RotaryEmbeddings, Transformer
-from quantize import quantize_directory
+from quantize import FORMATS, Linear, Quantization
 from random_model import watch_loading
 from reference import TORCH, choose, use_backend
+from run import quantize as run_quantize
 from run.generate import main
 from scripts.train import train_eagle, training
 from tiny_models import SIZES, random_model
@@ -391,7 +390,9 @@ def test_a_missing_shard_is_one_line_and_status_2(mixtral, tmp_path, capsys, ind
         missing = min(set(index_of(mixtral)) - set(index_of(bad)))
     said = told(capsys, main, "--checkpoint", bad, "--set", "prompt_ids=1,2")
     if indexed:
-        said += told(capsys, quantize.main, "--checkpoint", bad, "--quant", "int8", "--out", out)
+        said += told(
+            capsys, run_quantize.main, "--checkpoint", bad, "--quant", "int8", "--out", out
+        )
     rule = f"the index names {missing}, which is missing" if indexed else missing
     assert said.count(rule) == 1 + indexed and not out.exists()
 

@@ -55,7 +55,7 @@ def test_float16_that_overflows(tmp_path):
     made.model.layers[1].mlp.down_proj.weight.mul_(1e5)
     made.model.layers[1].mlp.up_proj.weight.mul_(1e4)
     assert len(generate(loaded(made, tmp_path), [PROMPT]).tokens[0]) == 12
-    said = "layer 1 .of 0 to 2.: float16 ends at 65504; use --set dtype=bfloat16 or float32$"
+    said = "layer 1 .of 0 to 2.: float16 ends at 65504; use --dtype bfloat16 or float32$"
     with pytest.raises(ValueError, match=said):
         generate(loaded(made, tmp_path, dtype="float16"), [PROMPT])
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.weight
 import model
+import quantize
 import reference
 from backends import switches
 from backends.cpp.build import HERE
@@ -135,8 +136,8 @@ REFERENCES = [
     ("compact", reference, "compact", {}),
     ("fused", model.Layer, "forward", {}),
     ("norm", reference, "rms_norm", {}),
-    ("products", backends.weight, "grouped_reference", {"quant": "int8"}),
-    ("products", backends.weight, "grouped_reference", {"quant": "int4"}),
+    ("products", backends.strips, "grouped_reference", {"quant": "int8"}),
+    ("products", backends.strips, "grouped_reference", {"quant": "int4"}),
     ("rotary", reference, "rotary", {}),
     ("topk", reference, "best", {}),
     ("topk", reference, "gumbel", {"temperature": 1.0}),
@@ -184,14 +185,14 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
     layout = "INT4_PLANES" if weight.group else "INT8_PLANES"
-    parts = (backends.weight.Part(layout, 96, weight.group),)
-    record = backends.weight.Weight(weight.packed, parts, 256, scale=weight.scale)
+    parts = (quantize.Part(layout, 96, weight.group),)
+    record = quantize.Weight(weight.packed, parts, 256, scale=weight.scale)
     assert torch.equal(TORCH.matmul(x, record), weight.reference(x))
     wide = TORCH.matmul(x, record, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))
     expert = torch.tensor([2, 0, 0, 3, 2])
     stack = quantized_experts(form, 4, 96, 256)
-    record = backends.weight.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
+    record = quantize.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
     got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
 
@@ -244,7 +245,7 @@ def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
 
 def test_the_flag_end_to_end(short_demo, capsys):
     """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
-    options = "--device cpu --set dtype=float32 --json - --set prompt_ids=5,17,3"
+    options = "--device cpu --dtype float32 --json - --prompt_ids 5,17,3"
     argv = shlex.split(f"--checkpoint {short_demo} {options} --max_new_tokens 12")
     generate.main(argv)
     want = capsys.readouterr()

@@ -23,8 +23,8 @@ from draft_tree import EAGLE1_PATHS, DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts import hydra_draft, medusa_draft
 from drafts.residual import sample_children
-from files.checkpoint import Quantization
 from files.head_kinds import head_kind
+from files.rounding import quantize_directory
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -33,7 +33,7 @@ from helpers import (
     slow,
     token_paths,
 )
-from quantize import quantize_directory
+from quantize import Quantization
 from run.generate import load
 from run.options import GenerateConfig
 from run.tree_paths import MEDUSA_PATHS

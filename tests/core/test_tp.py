@@ -23,12 +23,13 @@ from test_quantized_files import write_random_model as write_of_others
 
 import decode
 from decode import Engine
-from files.checkpoint import Codes, Quantization, scale_name
+from files.checkpoint import Codes, scale_name
 from files.config import config_from, open_source
+from files.rounding import quantize_directory
 from files.weights import export_weights, load_model
 from helpers import GOLDEN, PROMPTS
 from model import Transformer, weight_names
-from quantize import quantize_directory
+from quantize import Quantization
 from reference import TORCH
 from run import generate, ranks, stats, tp
 from run.options import DEMO, GenerateConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -115,3 +116,13 @@ def test_a_folder_may_be_deleted(tmp_path, folder):
         refused = run(*ADDED[folder])
         lines = refused.stderr.splitlines()
         assert refused.returncode == 2 and len(lines) == 1 and f"{folder}/" in lines[0], lines
+
+
+def test_readme_counts_the_flat_files():
+    """Within a tenth, so that not every commit changes README."""
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[(\w+\.py)\]\(\w+\.py\) \| ([\d,]+) \|", readme, re.MULTILINE))
+    assert rows.keys() == {file.name for file in FLAT}
+    for file in FLAT:
+        lines = len(file.read_text().splitlines())
+        assert abs(int(rows[file.name].replace(",", "")) - lines) <= lines / 10, file.name

@@ -409,6 +409,6 @@ def test_weights_of_another_layer_or_format_are_refused():
     with pytest.raises(ValueError, match=says):
         int4.operator(torch.randn(1, 640))
     with pytest.raises(ValueError, match="w4a16 takes scales as pack_scale"):
-        backends.weight.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
+        backends.planes.w4a16(torch.randn(1, 512), int4.packed, torch.ones(70, 4))
     with pytest.raises(ValueError, match=r"w8a16 takes scales as \[N\] float32"):
-        backends.weight.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))
+        backends.planes.w8a16(torch.randn(1, 512), int8.packed, torch.ones(70, 1))

@@ -36,7 +36,8 @@ from torch import Tensor
 
 import backends.cpp.build
 from backends.library import tiles_in_use
-from backends.weight import blocks_reference, round_activations, rounding_of_blocks, stack
+from backends.strips import part_bytes
+from backends.weight import Embedding, blocks_reference, rounding_of_blocks
 from files.gguf_blocks import Blocks, Numbers
 from files.stacks import decode
 from helpers import (
@@ -48,7 +49,7 @@ from helpers import (
     set_halves,
     weight_of_blocks,
 )
-from linear import Embedding
+from quantize import round_activations, stack
 
 MISSING = backends.cpp.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
@@ -140,7 +141,7 @@ def test_scales_that_are_no_numbers_are_refused(name):
                 continue
             part = random_blocks(name, 40, 256)
             set_halves(part.content[37].view(-1, kind.size)[-1:].numpy(), at, value)
-            out = torch.empty(part.part.bytes(256), dtype=torch.uint8)
+            out = torch.empty(part_bytes(part.part, 256), dtype=torch.uint8)
             if value == 65504.0:
                 part.pack(out, FILE)
                 continue
@@ -158,7 +159,7 @@ def test_powers_of_two_that_are_no_numbers_are_refused():
     OPERATORS.widen_blocks(part.content.flatten(), part.type_id, out)
     assert torch.equal(out, widened("MXFP4", part.content.numpy()))
     assert torch.equal(decode(blocks), out)
-    strips = torch.empty(part.part.bytes(64), dtype=torch.uint8)
+    strips = torch.empty(part_bytes(part.part, 64), dtype=torch.uint8)
     part.pack(strips, FILE)
     blocks[37, 1, 0] = 255
     with pytest.raises(ValueError, match="MXFP4 has a scale that is NaN or infinite; download"):

@@ -18,9 +18,9 @@ from backends.cpp import build
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
-from files.checkpoint import Quantization
 from files.weights import load_model
 from helpers import decode, engine_for, slow
+from quantize import Quantization
 from run.options import DEMO
 
 ROOT = Path(build.__file__).parents[2]

@@ -29,12 +29,13 @@ import backends.cpp.layout
 import backends.experts
 import backends.linear
 import backends.weight
+import quantize
 import reference
 from backends.epilogues import rotary_cache_plainly
-from backends.formats import FORMATS
 from backends.library import tiles_in_use
-from backends.weight import BLOCK8, join_zeros
+from backends.weight import BLOCK8, HALF, decode_codes, join_zeros
 from helpers import slow, with_head_norms
+from quantize import FORMATS
 from reference import TORCH, choose
 
 U = 2.0**-24
@@ -67,9 +68,9 @@ class Case:
         form, self.group = FORMATS[kind[0]], kind[1]
         self.block = self.group or BLOCK8
         self.codes, self.scale = codes, scale
-        self.weight = form.decode(codes, scale)  # [N, K] fp32
+        self.weight = decode_codes(codes, scale, HALF[form.format])  # [N, K] fp32
         self.half = {"int4": 8, "int8": 128}[kind[0]]
-        packed = backends.weight.pack(kind[0], codes, scale)
+        packed = quantize.pack(kind[0], codes, scale)
         self.packed, self.table = packed.data, packed.table
 
     def operator(self, x: Tensor, fp32_out: bool = False, namespace: str = "gpt_eagle") -> Tensor:
@@ -104,7 +105,7 @@ class Case:
 
 def rounding_steps(x: Tensor, block: int, *farthest: int) -> Tensor:
     """The steps of the codes of activations, [M, B]: codes of 8 bits are multiples of 128."""
-    codes, scales = backends.weight.round_activations(x, block, *farthest)
+    codes, scales = quantize.round_activations(x, block, *farthest)
     return (scales * torch.where((codes % 128 == 0).all(-1, keepdim=True), 128, 1)).squeeze(-1)
 
 
@@ -350,7 +351,7 @@ def test_int8_of_any_length(k):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_packing_is_undone(kind, n):
     case = make_case(kind, n, 256)
-    codes, scale = backends.weight.unpack(backends.weight.pack(kind[0], case.codes, case.scale))
+    codes, scale = backends.weight.unpack(quantize.pack(kind[0], case.codes, case.scale))
     assert torch.equal(scale, case.scale)
     assert torch.equal(codes, case.codes)
     x = random(3, 256)

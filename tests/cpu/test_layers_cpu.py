@@ -13,17 +13,16 @@ from torch import Tensor
 
 import reference
 from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
-from backends.formats import FORMATS, Int4
-from backends.weight import stack
+from backends.weight import pack_codes
 from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleDrafter, EagleHead
 from helpers import decode, engine_for
 from kv_cache import KVCache, Window, causal_window
-from linear import Linear
 from model import ModelConfig, Transformer, run_layers
 from models.mixtures import with_head_norms
 from models.steps import HeadNorm
+from quantize import FORMATS, Int4, Linear, stack
 from reference import TORCH, choose, use_backend
 from run.tp import SumRanks
 from steps import Router
@@ -68,10 +67,12 @@ def fill(module: torch.nn.Module, quant: str | None) -> torch.nn.Module:
             if not isinstance(linear, Linear) or linear.fp32_out:
                 continue
             if linear.experts:
-                parts = (kind.pack(*rounded(weight, quant)) for weight in linear.weight)
+                parts = (
+                    pack_codes(kind.format, *rounded(weight, quant)) for weight in linear.weight
+                )
                 linear.pack(stack(parts, linear.experts))
             else:
-                linear.pack(kind.pack(*rounded(linear.weight, quant)))
+                linear.pack(pack_codes(kind.format, *rounded(linear.weight, quant)))
     for router in (m for m in module.modules() if isinstance(m, Router)):
         router.weight.data *= 16  # so that no roundings decide between experts
     return module

@@ -13,14 +13,12 @@ triton = pytest.importorskip("triton", reason="needs Triton, which is to be had 
 
 import backends.experts  # noqa: E402
 import backends.triton.layout  # noqa: E402
-from backends.formats import FORMATS  # noqa: E402
 from backends.triton.experts import most_tiles, plan_experts  # noqa: E402
 from backends.triton.launch import TARGETS  # noqa: E402
-from backends.weight import stack  # noqa: E402
 from compiled_kernels import Case, expert_cases  # noqa: E402
 from helpers import Mixture, Operators, check_product_fits, planes_of_cuda, slow  # noqa: E402
-from linear import Linear  # noqa: E402
 from model import ModelConfig  # noqa: E402
+from quantize import FORMATS, Linear, stack  # noqa: E402
 from reference import choose, use_backend  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
@@ -98,9 +96,8 @@ def stack_of(format: str, experts: int, N: int, K: int, group: int) -> Linear:
     """Experts of no particular weights."""
     kind = FORMATS[format]
     group = group if format == "int4" else 0  # int8 has a scale per output on CUDA
-    scale = torch.ones(kind.scale_shape(torch.Size((N, K)), group), dtype=kind.scale_dtype(group))
-    codes = torch.zeros(N, K, dtype=torch.int8)
-    return Linear.of(stack((kind.pack(codes, scale) for _ in range(experts)), experts))
+    packed = (kind.round(torch.ones(N, K), group) for _ in range(experts))
+    return Linear.of(stack(packed, experts))
 
 
 @pytest.mark.parametrize(

@@ -512,7 +512,7 @@ def test_rows_of_a_packed_embedding(poisoned, form):
         weights.packed.cpu(), weights.scale.cpu(), ids.cpu(), 1024, torch.float32
     )
     for dtype in ERRORS:
-        got = backends.weight.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
+        got = backends.planes.read_rows(weights.packed, weights.scale, ids, 1024, dtype)
         assert torch.equal(got.cpu(), want.to(dtype)), dtype
 
 
@@ -553,8 +553,8 @@ def test_a_layers_kernels_one_after_the_other(form, rows):
         if form == "float":
             scores = backends.linear.halves_product(*wide_x[:2], "fp32")
         else:
-            w = backends.weight.w4a16 if form.startswith("int4") else backends.weight.w8a16
-            w = backends.weight.blocks_a16 if form in BLOCK_FORMS else w
+            w = backends.planes.w4a16 if form.startswith("int4") else backends.planes.w8a16
+            w = backends.planes.blocks_a16 if form in BLOCK_FORMS else w
             scores = w(*wide_x, epilogue="fp32")
         return total, norm[0], norm[1].T[None], gated, q, scores
 
@@ -920,7 +920,7 @@ def test_two_gpus_decode_what_one_does(tmp_path, compile):
         out = tmp_path / f"{number}.json"
         command = [sys.executable, *start, "generate.py", "--checkpoint", DEMO, *compile]
         command += (
-            f"--json {out} --device cuda --set dtype=float32 --temperature 1 --tree dynamic".split()
+            f"--json {out} --device cuda --dtype float32 --temperature 1 --tree dynamic".split()
         )
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0 and "not captured" not in done.stderr, done.stderr

@@ -21,9 +21,8 @@ from torch import Tensor
 from backends import weight as weights
 from backends.triton import int4, nvrtc
 from backends.triton.launch import PART, TARGETS, Device
-from backends.weight import Part, Weight
 from helpers import slow
-from linear import Linear
+from quantize import Linear, Part, Weight
 
 HERE = Path(__file__).parent
 H100 = TARGETS["90"]
@@ -192,7 +191,7 @@ def test_a_device_that_cannot_says_why(monkeypatch, capsys):
 
 def test_rows_of_another_type_are_refused():
     units = int4.pack_fragments(*random_layer(32, 128, 128, False))
-    with pytest.raises(ValueError, match="use --set dtype=bfloat16"):
+    with pytest.raises(ValueError, match="use --dtype bfloat16"):
         int4.multiply(torch.ones(1, 128), units)
 
 

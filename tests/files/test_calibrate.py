@@ -12,22 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import backends.formats
-from backends.formats import Int4
+import quantize
 from backends.weight import unpack
 from files.calibrate import (
     CODE_AND_PROSE,
     WIDTH,
     Recorder,
     calibration_text,
+    encode_calibrated,
     moments_of,
     second_moments,
 )
-from files.checkpoint import Quantization, WeightFiles, scale_name
+from files.checkpoint import WeightFiles, scale_name
+from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN
-from linear import Linear
-from quantize import quantize_directory
+from quantize import Int4, Linear, Quantization
 from run.generate import load
 from run.options import DEMO, ROOT
 
@@ -54,7 +54,7 @@ def test_feedback_makes_outputs_closer(group, k):
     """Of an input's error, the inputs behind it in the same WIDTH make up for a part."""
     weight = torch.randn(40, k, generator=torch.Generator().manual_seed(0))
     x = correlated(k)
-    codes, scale = Int4.encode_calibrated(weight, group, moments_between(x))
+    codes, scale = encode_calibrated(weight, group, moments_between(x))
     assert codes.dtype == torch.int8 and codes.min() >= -8 and codes.max() <= 7
     assert scale.shape == (40, k // group) and scale.dtype == torch.bfloat16
     plain = Int4.decode(*Int4.encode(weight, group))
@@ -66,7 +66,7 @@ def test_independent_inputs_need_no_feedback():
     """With diagonal moments, codes are the nearest to the weight by the scale that was found."""
     weight = torch.randn(40, 128)
     moment = torch.linspace(0.1, 3, 128).diag()
-    codes, scale = Int4.encode_calibrated(weight, 32, [moment])
+    codes, scale = encode_calibrated(weight, 32, [moment])
     steps = scale.float().repeat_interleave(32, 1)
     assert torch.equal(codes, (weight / steps).round().clamp(-8, 7).to(torch.int8))
     error = ((Int4.decode(codes, scale) - weight).square() * moment.diagonal()).sum()
@@ -79,7 +79,7 @@ def test_inputs_that_are_always_zero():
     x = correlated(128)
     x[:, 40:100] = 0
     weight = torch.randn(40, 128)
-    codes, scale = Int4.encode_calibrated(weight, 32, moments_between(x))
+    codes, scale = encode_calibrated(weight, 32, moments_between(x))
     assert scale.isfinite().all()
     error = Int4.decode(codes, scale) - weight
     assert error[:, 40:100].abs().max() < 0.6 * weight.abs().max()
@@ -88,9 +88,9 @@ def test_inputs_that_are_always_zero():
 def test_parts_of_rows_are_rounded_alike(monkeypatch):
     weight = torch.randn(70, 128)
     moments = moments_between(correlated(128))
-    whole = Int4.encode_calibrated(weight, 32, moments)
-    monkeypatch.setitem(backends.formats.AT_ONCE, "cpu", 128 * 16)
-    parts = Int4.encode_calibrated(weight, 32, moments)
+    whole = encode_calibrated(weight, 32, moments)
+    monkeypatch.setitem(quantize.AT_ONCE, "cpu", 128 * 16)
+    parts = encode_calibrated(weight, 32, moments)
     assert (whole[0] != parts[0]).float().mean() < 0.01  # sums in another order, near a tie
 
 
@@ -116,7 +116,7 @@ def test_the_text_is_of_several_kinds_and_always_the_same():
     ids = calibration_text(Path(DEMO))
     assert ids.shape == (32, 256) and len(ids.unique()) > 800
     text = CODE_AND_PROSE.read_bytes()
-    told = "weights in caches are made of it: a new text needs a new quantize.VERSION"
+    told = "weights in caches are made of it: a new text needs a new VERSION (files/rounding.py)"
     assert hashlib.sha256(text).hexdigest()[:8] == "5ec1a480", told
 
 

@@ -25,7 +25,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 import helpers
-import quantize
 import run.generate as program
 import tiny_models
 from files.chat import template_text
@@ -37,6 +36,7 @@ from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model
 from helpers import OPERATORS, slow
 from model import weight_names
+from run import quantize as run_quantize
 from run.generate import generate, load
 from run.options import GenerateConfig
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
@@ -535,7 +535,7 @@ def sentencepiece_texts(count=1000) -> list[str]:
 
 
 SPOILT_TOKENIZERS = {
-    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --set prompt_ids"),
+    "pre": ({"tokenizer.ggml.pre": "jais"}, "the pre-tokenizer jais is not one of gpt-2, .*; use --prompt_ids"),
     "kind": ({"tokenizer.ggml.model": "bert"}, "the tokenizer bert is not one of gpt2, gemma4, llama"),
     "no tokens": ({"tokenizer.ggml.tokens": "x"}, "tokenizer.ggml.tokens must be a list, not 'x'"),
     "numbers": ({"tokenizer.ggml.tokens": [1, 2, 3]}, "tokenizer.ggml.tokens must be a list of texts"),
@@ -545,7 +545,7 @@ SPOILT_TOKENIZERS = {
     "scores": ({"tokenizer.ggml.model": "llama"}, "the metadata tokenizer.ggml.scores is missing"),
     "no unknown": (
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0] * len(BPE_METADATA["tokenizer.ggml.tokens"])},
-        "holds no sentencepiece model .*; use --set prompt_ids",
+        "holds no sentencepiece model .*; use --prompt_ids",
     ),
     "short scores": ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "must be a number per token"),
 }  # fmt: skip
@@ -755,7 +755,7 @@ def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):
     assert f"{path} holds a model, and no head; use --draft model --draft_checkpoint" in err
     for argv in ([path], ["--checkpoint", path, "--out", str(tmp_path / "out")]):
         said = f"{path} is a GGUF file, which runs in its own bits as it is: python generate.py"
-        assert said in helpers.refused(capsys, quantize.main, argv)
+        assert said in helpers.refused(capsys, run_quantize.main, argv)
 
 
 # --------------------------------------------------------------------------------------- end to end

@@ -21,20 +21,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_gguf import (
-    BPE_METADATA,
-    NAN,
-    gguf_tensors,
-    hf_model,
-    metadata_of,
-)
+from test_gguf import BPE_METADATA, NAN, gguf_tensors, hf_model, metadata_of
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import backends.library
 import files.gguf_blocks
 from backends.triton.layout import BLOCK_FORMS
-from files.checkpoint import BLOCKS, Quantization
+from backends.weight import Embedding
 from files.gguf import GgufFile
 from files.gguf_blocks import keeps_blocks
 from files.weights import export_weights, load_model
@@ -49,8 +43,8 @@ from helpers import (
     trimmed_head,
 )
 from kv_cache import KVCache, causal_window
-from linear import Embedding, Linear
 from model import weight_names
+from quantize import BLOCKS, Linear, Quantization
 from reference import choose, use_backend
 from run.generate import generate, load
 from run.options import GenerateConfig
@@ -271,9 +265,7 @@ def test_blocks_are_the_default(block_file, capsys):
     engine = load(checkpoint=path, device="cpu")
     kinds = "Q3_K, Q4_1, Q4_K, Q5_0, Q8_0"
     assert engine.option("quant") == "blocks" and engine.option("dtype") == "bfloat16"
-    note = (
-        f"note: weights run as they are in the file ({kinds}); --set dtype=bfloat16 converts them\n"
-    )
+    note = f"note: weights run as they are in the file ({kinds}); --dtype bfloat16 converts them\n"
     assert capsys.readouterr().err == note
     assert {layer.wqkv.format for layer in engine.target.layers} == {BLOCKS}
 
@@ -596,7 +588,7 @@ def test_experts_of_several_types(capsys, tmp_path):
     other = gguf_blocks("Q5_K", 512, 256, 1 / 16)
     tensors["blk.1.ffn_up.2.weight"] = (Kind.Q5_K, other)
     err = refused(capsys, "--checkpoint", str(write(path, metadata, tensors)))
-    said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --set dtype"
+    said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --dtype"
     assert re.search(said, err), err
     assert load_model(path, torch.bfloat16)
 

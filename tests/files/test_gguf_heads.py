@@ -22,15 +22,15 @@ import torch
 from safetensors.torch import save_file
 
 from backends.library import has_cpu_operators
+from backends.weight import Embedding
 from eagle_draft import head_names, load_head
-from files.checkpoint import BLOCKS, Quantization
 from files.config import read_config, resolve_draft
 from files.gguf_heads import GgufHead
 from files.heads import HeadFiles, head_files, print_notes, read_head
 from files.weights import load_model
 from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
 from kv_cache import KVCache, causal_window
-from linear import Embedding
+from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from scripts import compare, export_head, train_head

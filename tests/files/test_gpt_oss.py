@@ -20,11 +20,11 @@ from family_checks import (
     assert_same_greedy_text,
     assert_same_rows,
 )
-from files.checkpoint import BLOCKS, Quantization
 from files.config import open_source, read_config
+from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import OPERATORS
-from quantize import quantize_directory
+from quantize import BLOCKS, Quantization
 from run.generate import load
 from tiny_models import (
     IDS,

@@ -19,12 +19,12 @@ from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.stand_in import head_config
 from eagle_draft import EagleDrafter, head_names, load_head
-from files.checkpoint import Quantization
 from files.config import resolve_draft
+from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
 from kv_cache import KVCache, causal_window
-from quantize import quantize_directory
+from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.session import Session

@@ -542,7 +542,7 @@ def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("a" * 20)
     monkeypatch.setattr(files.tokenizer, "SPLIT_S", 0.05)
-    message = "tokenizer.json .*it takes more than .* to split the text.*; use --set prompt_ids"
+    message = "tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids"
     with pytest.raises(ValueError, match=message):
         tokenizer.encode("a" * 250)
 

@@ -19,12 +19,12 @@ import pytest
 from huggingface_hub import constants
 from test_download import run
 
-import quantize
 from files import hub, known_heads
 from files.fetch import fetched, title_of, with_files
 from files.io import bundled_head, is_gguf, is_model_name
 from files.known_heads import own_head, plain_name, published_heads
 from files.ollama import ollama_model
+from run import quantize as run_quantize
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.start import read_command, with_text
@@ -339,7 +339,7 @@ def test_compare_and_quantize_take_names(server, table, tmp_path, capsys):
     assert named.heads == f"{config.heads},{DEMO}-eagle"
     bench = named.bench(str(tmp_path / "prompt.txt"))
     assert f"eagle:dynamic:head={config.heads}" in bench.methods
-    rounded = quantize.read_command(["tiny/demo-head", "--out", str(tmp_path / "out")])
+    rounded = run_quantize.read_command(["tiny/demo-head", "--out", str(tmp_path / "out")])
     assert rounded.checkpoint == config.heads
 
 

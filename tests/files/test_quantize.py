@@ -23,26 +23,35 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import backends.formats
+import files.rounding
 import quantize
 from backends.cpp import build
-from backends.formats import FORMATS, Int4, Int8
-from backends.weight import GROUPS, grouped_reference, stack, unpack
+from backends.weight import grouped_reference, pack_codes, unpack
 from eagle_draft import draft_lm_head, load_head
 from files import checkpoint
-from files.checkpoint import Quantization, WeightFiles, fit_group, saved_quantization, scale_name
+from files.checkpoint import (
+    WeightFiles,
+    from_file,
+    saved_quantization,
+    scale_name,
+    stored_bytes,
+    stored_shapes,
+    to_file,
+)
 from files.io import read_json
+from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import COMPILER, GOLDEN, OPERATORS, layer_of, refused, rounded
-from linear import Linear
-from quantize import quantize_directory
+from options import FORMAT_NAMES
+from quantize import FORMATS, GROUPS, Int4, Int8, Linear, Quantization, fit_group, stack
+from run import quantize as run_quantize
 from run.generate import generate, load, main
-from run.options import DEMO
+from run.options import DEMO, GROUP_SIZES
 
 ROOT = Path(quantize.__file__).parent
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
 HEAD = GOLDEN / "models/head_eagle12_mha"
-QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in checkpoint.GROUP_SIZES)]
+QUANTS = [Quantization("int8"), *(Quantization("int4", size) for size in GROUPS)]
 SMALL = [Quantization("int8"), Quantization("int4", 32)]  # formats that fit the golden pair
 
 
@@ -99,13 +108,13 @@ WEIGHTS = {
 
 
 def test_every_format_is_named():
-    """files/checkpoint.py and run/options.py lie below the formats."""
-    assert tuple(FORMATS) == checkpoint.FORMAT_NAMES
-    assert GROUPS == checkpoint.GROUP_SIZES
+    """options.py and run/options.py import no torch, so that they have names and sizes apart."""
+    assert tuple(FORMATS) == FORMAT_NAMES
+    assert GROUP_SIZES == GROUPS
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("group", checkpoint.GROUP_SIZES)
+@pytest.mark.parametrize("group", GROUPS)
 def test_int4_search_is_never_worse_than_plain_rounding(kind, group):
     """Refitting makes the scale the best of its codes, so that rounding it to bf16 (by at most 2^-8 of itself) adds
     at most 2^-16 of the group's sum of squares; 1e-6 is for fp32. On normal numbers it is much better."""
@@ -126,7 +135,7 @@ def test_codes_stay_in_range_and_use_it(quant, dtype):
         codes, scale = form.encode(weight.to(dtype), quant.group_size)
         assert codes.dtype == torch.int8 and codes.min() >= low and codes.max() <= high
         assert kind != "normal" or (codes.min() == low and codes.max() == high)
-        assert scale.isfinite().all() and scale.dtype == form.scale_dtype(quant.group_size)
+        assert scale.isfinite().all() and scale.dtype == stored_shapes(quant, weight.shape)[2]
 
 
 def test_int8_keeps_the_largest_magnitude_and_rounds_to_the_nearest():
@@ -137,7 +146,7 @@ def test_int8_keeps_the_largest_magnitude_and_rounds_to_the_nearest():
     assert (error <= (0.5 + 1e-4) * scale[:, None]).all()
 
 
-@pytest.mark.parametrize("group", checkpoint.GROUP_SIZES)
+@pytest.mark.parametrize("group", GROUPS)
 def test_int8_in_groups(group):
     """An outlier costs precision in its own group only, and a scale is rounded before its codes."""
     weight = WEIGHTS["huge"]
@@ -151,7 +160,7 @@ def test_int8_in_groups(group):
     parts = Int8.decode(*Int8.encode(WEIGHTS["normal"], group))
     errors = [(w - WEIGHTS["normal"]).square().mean() for w in (parts, whole)]
     assert errors[0] < 0.9 * errors[1]
-    layer = layer_of(Int8.pack(codes, scale))
+    layer = layer_of(pack_codes("int8", codes, scale))
     assert torch.equal(layer.dequantize(), wide)
     assert layer.data.shape == (2 * 256 // group * 32 * (group + 2),)  # scales of 2 bytes
 
@@ -178,10 +187,13 @@ def test_nibbles_in_files():
     """Every pair of codes, and the layout that the header promises: the even column low."""
     every = torch.arange(-8, 8, dtype=torch.int8)
     codes = torch.cartesian_prod(every, every).reshape(4, 128)
-    stored = Int4.to_file(codes)
-    assert stored.dtype == torch.uint8 and stored.shape == Int4.file_shape(codes.shape)
-    assert torch.equal(Int4.from_file(stored), codes)
-    assert Int4.to_file(torch.tensor([[1, -8]], dtype=torch.int8)).item() == 0x81
+    stored = to_file("int4", codes)
+    assert (
+        stored.dtype == torch.uint8
+        and stored.shape == stored_shapes(Quantization("int4", 32), codes.shape)[0]
+    )
+    assert torch.equal(from_file("int4", stored), codes)
+    assert to_file("int4", torch.tensor([[1, -8]], dtype=torch.int8)).item() == 0x81
 
 
 # ------------------------------------------------------------------------------------------- layers
@@ -256,9 +268,9 @@ def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype)
     """In groups of every size, of all inputs too: the weight has the very bits, and so has a layer of some rows."""
     k = 2 * group if group < 256 else group
     codes, scale, zero, weight = foreign(97, k, group, dtype)
-    layer = layer_of(Int4.pack(codes, scale, zero), random(97))
+    layer = layer_of(pack_codes("int4", codes, scale, zero), random(97))
     assert layer.group_size == packed and torch.equal(layer.dequantize(), weight)
-    again = Int4.pack(*unpack(layer.record))
+    again = pack_codes("int4", *unpack(layer.record))
     assert_same_bits(layer_of(again, layer.bias), layer)
     ids = torch.tensor([5, 96, 0])
     assert torch.equal(layer.rows(ids).dequantize(), weight[ids])
@@ -280,30 +292,33 @@ def test_equal_zero_points_are_as_good_as_none(dtype):
     """0 has the bits of none; and a zero point of 1 those of codes that are one less."""
     codes, scale, _, _ = foreign(97, 256, 64, dtype)
     codes, x, zero = codes.clamp(max=6), random(5, 256), torch.zeros_like(scale, dtype=torch.int8)
-    want = layer_of(Int4.pack(codes, scale))(x)
-    assert torch.equal(layer_of(Int4.pack(codes, scale, zero))(x), want)
-    assert torch.equal(layer_of(Int4.pack(codes + 1, scale, zero + 1))(x), want)
+    want = layer_of(pack_codes("int4", codes, scale))(x)
+    assert torch.equal(layer_of(pack_codes("int4", codes, scale, zero))(x), want)
+    assert torch.equal(layer_of(pack_codes("int4", codes + 1, scale, zero + 1))(x), want)
 
 
 @SCALES
 def test_experts_with_zero_points(products, dtype):
     parts = [foreign(40, 192, 64, dtype, seed) for seed in range(3)]
-    layer = layer_of(stack((Int4.pack(*part[:3]) for part in parts), 3))
+    layer = layer_of(stack((pack_codes("int4", *part[:3]) for part in parts), 3))
     assert torch.equal(layer.dequantize(), torch.stack([weight for *_, weight in parts]))
     x, expert = random(9, 192), torch.tensor([2, 0, 2, 2, 0, 2, 2, 0, 0])
     y = layer(x, expert)
     for e in (0, 2):
-        alone = layer_of(Int4.pack(*parts[e][:3]))
+        alone = layer_of(pack_codes("int4", *parts[e][:3]))
         assert torch.equal(y[expert == e], alone(x[expert == e]))
 
 
 def test_what_a_zero_point_costs():
     """Two bytes for each group and output, the scale's other half; without, a layer is as small as it was."""
-    for group in checkpoint.GROUP_SIZES:
+    for group in GROUPS:
         codes, scale, zero, _ = foreign(96, 256, group, torch.float16)
-        weights = (Int4.pack(codes, scale.bfloat16()), Int4.pack(codes, scale, zero))
+        weights = (
+            pack_codes("int4", codes, scale.bfloat16()),
+            pack_codes("int4", codes, scale, zero),
+        )
         sizes = [weight.data.nbytes for weight in weights]
-        assert sizes[0] == Int4.stored_bytes(codes.shape, group)
+        assert sizes[0] == stored_bytes(Quantization("int4", group), codes.shape)
         assert sizes[1] == sizes[0] + 2 * scale.numel()
 
 
@@ -311,7 +326,7 @@ def test_what_a_zero_point_costs():
 def test_groups_that_cannot_be_packed(count):
     says = f"a multiple of 32 inputs; {count} scales of 144 inputs make none"
     with pytest.raises(ValueError, match=says):
-        Int4.pack(torch.zeros(3, 144, dtype=torch.int8), torch.ones(3, count).half())
+        pack_codes("int4", torch.zeros(3, 144, dtype=torch.int8), torch.ones(3, count).half())
 
 
 # -------------------------------------------------------------------------------------- directories
@@ -360,7 +375,7 @@ def test_saved_files_are_as_small_as_they_should_be(short_demo, saved, quant):
     bits = 4 + 16 / quant.group_size if quant.format == "int4" else 8
     raw = WeightFiles(short_demo)
     tensors = {name: raw.read(name) for name in raw.readers}
-    rounds = {name: quantize.is_quantized(name, tensor) for name, tensor in tensors.items()}
+    rounds = {name: files.rounding.is_quantized(name, tensor) for name, tensor in tensors.items()}
     numel = sum(tensor.numel() for name, tensor in tensors.items() if rounds[name])
     rest = sum(tensor.nbytes for name, tensor in tensors.items() if not rounds[name])
     out = saved(quant)[0]
@@ -442,7 +457,7 @@ def test_older_directories_in_int8_load(tmp_path):
     (out / "config.json").write_text(json.dumps(said))
     weights = load_file(TARGET / "model.safetensors")
     for name in list(weights):
-        if quantize.is_quantized(name, weights[name]):
+        if files.rounding.is_quantized(name, weights[name]):
             weights[name], weights[scale_name(name)] = Int8.encode(weights[name], 0)
     save_file(weights, next(out.glob("*.safetensors")))
     index = {"weight_map": dict.fromkeys(weights, "model-00001.safetensors")}
@@ -636,7 +651,7 @@ def test_quantize_and_generate(capsys, short_demo, tmp_path):
     demo = str(short_demo)
     for end in ("", "-eagle"):
         argv = ("--checkpoint", demo + end, "--out", str(tmp_path / f"demo{end}"))
-        out, err = run(capsys, quantize.main, *argv)
+        out, err = run(capsys, run_quantize.main, *argv)
         told = f"--checkpoint MODEL --head {tmp_path / 'demo-eagle'}"
         if not end:
             told = f"--checkpoint {tmp_path / 'demo'} --head {demo}-eagle"
@@ -680,7 +695,9 @@ def test_mistakes_of_quantize(capsys, tmp_path, mistake):
     if mistake == "parent":
         shutil.copytree(TARGET, tmp_path / "out/a/b")
     before = sorted(tmp_path.rglob("*"))
-    err = failure(capsys, quantize.main, *(a.replace("OUT", str(tmp_path / "out")) for a in argv))
+    err = failure(
+        capsys, run_quantize.main, *(a.replace("OUT", str(tmp_path / "out")) for a in argv)
+    )
     assert re.search(says, err), err
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
@@ -704,11 +721,11 @@ def test_what_is_there_is_kept_unless_told_otherwise(capsys, tmp_path):
     out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
     before = {f.name: f.read_bytes() for f in out.iterdir()}
     argv = (*BASE, "--out", str(out), "--group_size", "32")
-    assert "exists; give --overwrite" in failure(capsys, quantize.main, *argv)
+    assert "exists; give --overwrite" in failure(capsys, run_quantize.main, *argv)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
     again = ("--checkpoint", str(out), "--out", f"{out}-2")
-    assert "quantized already (int8)" in failure(capsys, quantize.main, *again)
-    run(capsys, quantize.main, *argv, "--overwrite")
+    assert "quantized already (int8)" in failure(capsys, run_quantize.main, *again)
+    run(capsys, run_quantize.main, *argv, "--overwrite")
     assert saved_quantization(read_json(out / "config.json")).format == "int4"
     assert load_model(out).lm_head.format == "int4"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -787,8 +804,8 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
     """Killed while the second of many shards is written, and run again."""
     out, part = tmp_path / "out", tmp_path / "out.tmp"
     many = (
-        "import quantize; w = quantize.write_checkpoint;"
-        "quantize.write_checkpoint = lambda *a: w(*a, shard_bytes=10**5); quantize.main()"
+        "import files.rounding as r; w = r.write_checkpoint; from run import quantize;"
+        "r.write_checkpoint = lambda *a: w(*a, shard_bytes=10**5); quantize.main()"
     )
     argv = [sys.executable, "-c", many, "--checkpoint", DEMO, "--out", str(out)]
     with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL) as child:
@@ -850,10 +867,10 @@ def test_quantized_demo_stays_the_demo():
 def test_a_gpu_rounds_a_7b_layer_in_few_steps(form, monkeypatch):
     """The same codes, in fewer and larger parts: some 200 operators each, 350 of whose parts a layer of 7B has."""
     weight, kind, parts = torch.randn(300, 4096), FORMATS[form], []
-    want, whole = kind.encode(weight, 128), kind.encode_rows
+    want, whole = kind.encode(weight, 128), kind.encode_groups
     counted = lambda part, *out: parts.append(len(part)) or whole(part, *out)  # noqa: E731
-    monkeypatch.setattr(kind, "encode_rows", staticmethod(counted))
-    monkeypatch.setitem(backends.formats.AT_ONCE, "cpu", backends.formats.AT_ONCE["cuda"])
+    monkeypatch.setattr(kind, "encode_groups", staticmethod(counted))
+    monkeypatch.setitem(quantize.AT_ONCE, "cpu", quantize.AT_ONCE["cuda"])
     got = kind.encode(weight, 128)
     assert all(map(torch.equal, got, want)) and parts == [300]
-    assert 11008 * 4096 / backends.formats.AT_ONCE["cuda"] < 3
+    assert 11008 * 4096 / quantize.AT_ONCE["cuda"] < 3

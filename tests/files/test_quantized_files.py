@@ -20,17 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import quantize
-from backends.formats import Int8
-from backends.weight import numbers
-from files.checkpoint import Quantization, WeightFiles, write_checkpoint
+from backends.weight import pack_codes
+from files.checkpoint import WeightFiles, write_checkpoint
 from files.config import read_config
 from files.gptq_awq import QuantizedFiles
-from files.weights import Storage, _Loading, export_weights, load_model
+from files.weights import CheckpointLoader, export_weights, load_model
 from helpers import GOLDEN, OPERATORS, refused, slow
-from linear import Linear
 from model import Transformer, weight_names
+from quantize import Linear, Quantization, Storage
 from random_model import watch_loading
+from run import quantize as run_quantize
 from run.generate import generate, load, main
 from run.options import DEMO
 
@@ -419,10 +418,10 @@ def test_int8_that_cuda_cannot_hold_is_widened(originals, name, code, fits):
     files.quantized[part] = lambda: weight
     quant = Quantization("int8", 0, saved=True)
     for device in ("cuda", "cpu"):
-        loading = _Loading(files, Storage(torch.float32, device, quant), None)
+        loading = CheckpointLoader(files, Storage(torch.float32, device, quant))
         assert loading.fits_device((part,)) == (fits or device == "cpu")
     widened = loading.widened((part,), torch.Size((64, 160)))
-    want = numbers(Int8.pack(weight.codes, weight.scale, weight.zero))
+    want = pack_codes("int8", weight.codes, weight.scale, weight.zero).numbers()
     assert torch.equal(widened, want) and loading.wide == [part]
 
 
@@ -694,7 +693,7 @@ def test_quant_of_such_a_file(originals, capsys):
     line = failure(capsys, "--checkpoint", path, "--quant", "int8")
     assert "is quantized already (int4); drop --quant" in line
     with pytest.raises(SystemExit):
-        quantize.main(["--checkpoint", path, "--out", path + "-int4"])
+        run_quantize.main(["--checkpoint", path, "--out", path + "-int4"])
     assert "quantized with gptq are not supported here; use the original" in capsys.readouterr().err
 
 

@@ -15,13 +15,13 @@ from backends.library import set_plain
 from drafters import Drafter, RootOnly
 from drafts.ngram_draft import Ngram, NgramDrafter
 from drafts.places import recipes_of
-from files.checkpoint import BLOCKS, Quantization
 from files.config import read_config
 from files.weights import load_model
 from helpers import decode, engine_for, in_turn, pairwise, slow
 from kv_cache import KVCache, Window, causal_window
 from models.recurrent import DeltaWeights, delta_rule, parents_of
 from models.states import TAPS, LayerState, StateShape
+from quantize import BLOCKS, Quantization
 from reference import build_tree, choose
 from run import stats
 from run.session import Session

@@ -366,7 +366,7 @@ def assert_refused(path, says):
 
 def test_no_tokenizer(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
-        assert_refused(path, "neither tokenizer.model nor tokenizer.json.*--set prompt_ids")
+        assert_refused(path, "neither tokenizer.model nor tokenizer.json.*--prompt_ids")
 
 
 def test_unknown_decoder(tmp_path):

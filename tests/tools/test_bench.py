@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from files.checkpoint import BLOCKS, Quantization
 from files.weights import load_model
 from helpers import GOLDEN, golden_case, refused, slow
+from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from run.options import DEMO, ROOT
 from run.session import Session

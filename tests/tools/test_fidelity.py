@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from files.checkpoint import Quantization
+from files.rounding import quantize_directory
 from files.tokenizer import Tokenizer
 from helpers import refused
-from quantize import quantize_directory
+from quantize import Quantization
 from run.options import DEMO
 from scripts.bench import fidelity
 

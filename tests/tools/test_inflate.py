@@ -21,8 +21,8 @@ from files.config import read_config
 from files.weights import load_model
 from helpers import GOLDEN, OPERATORS, slow
 from kv_cache import KVCache, causal_window
-from linear import Linear
 from model import ModelConfig, Transformer, weight_names
+from quantize import Linear
 from run.generate import generate, load, main
 from run.options import DEMO
 from steps import PartNorm

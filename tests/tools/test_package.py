@@ -20,7 +20,7 @@ from run.program import PROGRAMS, program_of
     [
         ("import sampling", "from gpt_eagle import sampling"),
         ("import model as m  # ours", "from gpt_eagle import model as m  # ours"),
-        ("from base.io import one_line", "from gpt_eagle.base.io import one_line"),
+        ("from files.io import read_json", "from gpt_eagle.files.io import read_json"),
         (
             "import backends.triton.tree",
             "import gpt_eagle.backends.triton.tree; from gpt_eagle import backends",
@@ -73,7 +73,7 @@ def installed(tmp_path_factory):
 def run(folder, *arguments):
     """Run the installed command. Returns: the finished process."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "gpt_eagle.cli.program", *arguments]
+    command = [sys.executable, "-m", "gpt_eagle.run.program", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 

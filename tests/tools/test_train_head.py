@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from files.checkpoint import Quantization
+from files.rounding import quantize_directory
 from helpers import refused, write_random_llama
-from quantize import quantize_directory
+from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO
 from scripts import train_head

@@ -1,0 +1,209 @@
+"""Round a model's weights to int8 or int4, once and for all, into files.
+
+1. `quantize_directory` writes a copy of a directory (quantize.py). Rounding while loading gives the
+   same bits.
+2. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
+   the format in `quantization_config`.
+3. `calibrated` keeps the weights that int4 rounds with second moments (calibrate.py) in the user's
+   cache, for `--quant int4`. `GPT_EAGLE_QUANTIZED` in the environment names another folder.
+
+Trade-off: draft heads, experts and int8 are rounded without moments, which is enough for them.
+Not here: the formats (quantize.py); loading (weights.py); the command (run/quantize.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from torch import Tensor
+
+from backends.library import cpu_operators_are_loaded, single_torch_thread
+from files.calibrate import Moments, encode_calibrated, moments_of
+from files.checkpoint import (
+    METHOD,
+    TensorSource,
+    WeightFiles,
+    check_quantization,
+    saved_quantization,
+    scale_name,
+    stored_bytes,
+    to_file,
+    write_checkpoint,
+)
+from files.config import read_raw
+from files.io import cache_folder, check_apart, check_out, folder_lock, read_json, show_progress
+from files.stacks import StackedFiles, has_stacks
+from files.tokenizer import has_tokenizer
+from options import log_note
+from quantize import FORMATS, Quantization, check_finite, fit_group, in_groups
+from run.rank import this_rank
+
+VERSION = 2  # of the rounding and of its text, for the cache
+TIED = "model.embed_tokens.weight"
+
+
+# ---------------------------------------------------------------------- into files
+
+
+def is_quantized(name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor is a linear layer's weight; routers and confidences are not.
+
+    LiLiCorr's correlator stays as it is.
+    """
+    others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
+    others += ("mlp.router.weight", "markov_w1.weight", "confidence_head.proj.weight")
+    is_matrix = tensor.dim() == 2 and name.endswith(".weight")
+    return is_matrix and not name.endswith(others) and not name.startswith("lilicorr.")
+
+
+def encoded(
+    files: TensorSource, quant: Quantization, device: str, moments: Iterable[Moments] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a directory, with codes and scales for the weights of linear layers.
+
+    moments: of the weights that are rounded with them; a tied LM head is written apart then
+    Prints its progress. Raises: ValueError for a weight that is NaN or infinite.
+    """
+    encode = FORMATS[quant.format].encode
+    names = dict.fromkeys(files.readers)
+    for names_with, parts in moments:
+        usable = _usable(parts, names_with)
+        for name in names_with:
+            weight = files.read(name if name in files.readers else TIED).to(device)
+            check_finite(weight, name, files.path)
+            names.pop(name, None)
+            if usable:
+                pair = encode_calibrated(weight, quant.group_size, parts)
+            else:
+                pair = encode(weight, quant.group_size)
+            yield from _stored(quant, name, *pair)
+        count = len(files.readers)
+        show_progress(f"{quant.format}: {count - len(names)} of {count} tensors", False)
+    count = len(files.readers)
+    for number, name in enumerate(names, 1 + count - len(names)):
+        tensor = files.read(name)
+        if is_quantized(name, tensor):
+            check_finite(tensor, name, files.path)
+            yield from _stored(quant, name, *encode(tensor.to(device), quant.group_size))
+        elif not name.endswith("rotary_emb.inv_freq"):
+            yield name, tensor.clone()
+        show_progress(f"{quant.format}: {number} of {count} tensors", number == count)
+
+
+def _stored(
+    quant: Quantization, name: str, codes: Tensor, scale: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a weight's tensors as files hold them."""
+    yield name, to_file(quant.format, codes).cpu()
+    yield scale_name(name), scale.cpu()
+
+
+def _usable(parts: list[Tensor], names: tuple[str, ...]) -> bool:
+    """Return whether moments say anything. Prints a line where they do not."""
+    fault = ""
+    if not all(part.isfinite().all() for part in parts):
+        fault = "NaN or infinite"
+    elif not any(part.any() for part in parts):
+        fault = "all zero"
+    if fault:
+        log_note(
+            f"the inputs of {names[0]} are {fault} on the calibration text; it is rounded "
+            "without calibration"
+        )
+    return not fault
+
+
+def quantize_directory(
+    path: Path,
+    out: Path,
+    quant: Quantization,
+    device: str = "cpu",
+    overwrite: bool = False,
+    moments: Iterable[Moments] = (),
+) -> None:
+    """Write a quantized copy of a model directory, which generate.py loads without options.
+
+    moments: as for `encoded`
+    Raises: ValueError for a directory that is quantized already, a group size that does not
+    divide, or files that cannot be read or written.
+    Writes: `out`.
+    """
+    check_quantization(quant, "--quant")
+    raw = read_json(path / "config.json")
+    if saved_quantization(raw, path) is not None:
+        format = raw["quantization_config"]["format"]
+        raise ValueError(f"{path} is quantized already ({format}); give the original")
+    check_apart(path, out)
+    check_out(out, overwrite)
+    files: TensorSource = WeightFiles(path)
+    if has_stacks(files):
+        files = StackedFiles(files)
+    tensors = {name: files.read(name) for name in files.readers}  # memory-mapped
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if is_quantized(name, tensor)}
+    inputs = {name: shape[1] for name, shape in shapes.items()}
+    is_target = any(name.startswith("model.") for name in inputs)  # not a draft head
+    quant = fit_group(in_groups(quant, inputs.values()), inputs)
+    need_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in shapes)
+    need_bytes += sum(stored_bytes(quant, shape) for shape in shapes.values())
+    check_out(out, overwrite, need_bytes)
+    settings = {"quant_method": METHOD, "format": quant.format}
+    if quant.group_size:
+        settings["group_size"] = quant.group_size
+    raw["quantization_config"] = settings
+    moments = iter(moments)
+    first = next(moments, None) if is_target else None  # without a tokenizer there are none
+    if first is not None:
+        moments = chain((first,), moments)
+        raw["tie_word_embeddings"] = False  # the head is written apart, in codes
+    # loops over short rows: threads would wait for each other longer than they work
+    with single_torch_thread(device == "cpu" and cpu_operators_are_loaded()):
+        write_checkpoint(out, encoded(files, quant, device, moments), raw, path, overwrite)
+
+
+# ---------------------------------------------------------------------- the cache of --quant int4
+
+
+def is_calibrated(quant: Quantization, path: Path) -> bool:
+    """Return whether `--quant` takes a checkpoint's weights from `calibrated`.
+
+    Not so for ranks of several, which quantize their own parts, nor for GGUF files.
+    """
+    return (
+        quant.format == "int4"
+        and not quant.saved
+        and path.is_dir()
+        and this_rank().world_size == 1
+        and saved_quantization(read_raw(path)) is None
+        and has_tokenizer(path)
+    )
+
+
+def calibrated(path: Path, quant: Quantization) -> WeightFiles:
+    """Return a directory's weights in int4, from the user's cache; made on the first call.
+
+    Raises: ValueError for weights that cannot be quantized, or a cache that cannot be written.
+    """
+    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".bin")]
+    identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
+    config = (path / "config.json").read_text(encoding="utf-8")
+    key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
+    named = os.environ.get("GPT_EAGLE_QUANTIZED")
+    parent = Path(named) if named else cache_folder() / "quantized"
+    out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
+            "place; or use quantize.py"
+        ) from None
+    with folder_lock(parent, f"another process writes {parent}; waiting"):
+        if not out.is_dir():
+            log_note(f"weights in int4 are stored in {out}")
+            quantize_directory(path, out, quant, moments=moments_of(path))
+    return WeightFiles(out)
