@@ -43,7 +43,7 @@ from runtime import (
     replace_fields,
     sequence_of,
 )
-from sampling import SamplingMode, SamplingTensors, Shaping
+from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
@@ -101,7 +101,7 @@ class Engine:
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (drafts/residual.py)
-    shaping: Shaping | None = None  # further parameters of sampling (drafts/shaping.py)
+    shaping: Any = None  # further parameters of sampling (`drafts.shaping.Shaping`)
     # of `build_cycles`:
     ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
@@ -160,14 +160,14 @@ def build_cycles(engine: Engine) -> Engine:
     """Give the engine a cycle for every mode of sampling and preset, as its `compile` says.
 
     On a CPU with whole passes weights may later change in place, but not be replaced.
-    Writes: `backend` and `fused` of target and drafters; engines that share them must agree on
+    Writes: `backend` and `program` of target and drafters; engines that share them must agree on
         `compile`.
     """
     backend = choose(engine.device, engine.target.norm.weight.dtype)
     use_backend(engine.target, backend)
     for preset in engine.presets:
         preset.use(backend)
-    fuses = engine.compile is True and not engine.on_cuda
+    fuses = engine.on_cuda or engine.compile is True
     engine.target.fuse(fuses)
     engine.drafter.fuse(fuses)
     captured = engine.on_cuda and engine.compile is not False
@@ -212,10 +212,8 @@ class Cycle:
         for name in ("draft", "place", "decide", "extend"):
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
-        fused = self.target.fused_layers
         # by their steps: no guard would tell dense layers and mixtures apart
-        layers = fused.segments if fused else self.target.layers
-        by_steps = {layer.steps: compiled(run_eagerly) for layer in layers}
+        by_steps = {layer.steps: compiled(run_eagerly) for layer in self.target.parts}
 
         def run_part(part: Callable, *inputs: Any) -> Any:
             if part == self.target.embed:
@@ -233,7 +231,7 @@ class Cycle:
 
         Returns: the state, what the drafter has read, and the report for the host, [B, D+9] int64.
         """
-        clock = StepClock(state.pos.device)
+        clock = StepClock(self.backend.device_time, state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
         tree, noise = draft(cache, state)
         state, update, report = verify(cache, state, tree, noise)

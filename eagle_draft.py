@@ -1,4 +1,4 @@
-"""The EAGLE draft heads and their drafter.
+"""The EAGLE draft heads, their files and their drafter.
 
 1. A head pairs the target's feature f_j with the token x_{j+1}, at position j. Its output predicts
    f_{j+1}; an LM head turns that into the distribution of x_{j+2}. Versions 1 and 2 are one kind
@@ -7,42 +7,46 @@
 2. `extend` runs the head over confirmed tokens; they alone are in the cache below `length`. The
    last output is kept: it is the root's prediction.
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
+4. Files are in the official layout; files/heads.py reads all others.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
-Not here: the files of a head (files/heads.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from backends.cpp.layers import FusedHead, fits, steps_of_head
-from backends.fusions import FusedLayers
 from draft_tree import DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
-from files.checkpoint import TensorSource, WeightFiles, saved_quantization
-from files.heads import (
-    EagleConfig,
-    HeadFiles,
-    draft_lm_head,
-    draft_vocab,
-    head_files,
-    head_names,
-    is_unused,
-    print_notes,
-    read_head,
-)
+from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, TreeDrafter
 from kv_cache import KVCache, Window, causal_window
-from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
-from quantize import Linear, Quantization, Storage, load_weights
+from model import (
+    Layer,
+    ModelConfig,
+    RotaryEmbeddings,
+    Transformer,
+    layer_names,
+    read_config,
+    run_layers,
+    windows_of,
+)
+from options import has_part, load_part, require
+from quantize import (
+    FORMATS,
+    Linear,
+    Quantization,
+    Storage,
+    TensorSource,
+    WeightFiles,
+    fit_group,
+    load_weights,
+)
 from reference import TORCH, Backend, use_backend
-from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import (
     Beside,
@@ -59,6 +63,37 @@ from steps import (
     to_stream_dtype,
 )
 
+MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
+
+
+@dataclass(frozen=True)
+class Eagle3:
+    """The parts of a head of version 3 besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
+
+    # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
+    aux_layers: tuple[int, ...]
+    target_dim: int  # their width
+    draft_vocab: int  # Vd, tokens that it drafts
+    norm_before_fc: bool = False  # a norm over all that fc fuses
+    fc_norm: bool = False  # a norm over each of them
+    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
+    # "logits": the last norm is for the logits only; "fed": also for the hidden state that is fed
+    # back; "none": there is no last norm
+    last_norm: str = "logits"
+    embedding: str = ""  # the tensor of its own embedding; "": the target's
+    lm_head: str = "lm_head.weight"  # of its own LM head; "": the target's
+    mask_token: int | None = None  # P-EAGLE: the token of the levels below the first
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The config of a head by its own files; nothing is taken from the target."""
+
+    model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layers
+    fc_bias: bool = True  # key `bias`; absent means True in versions 1 and 2
+    sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
+    eagle3: Eagle3 | None = None  # None: version 1 or 2
+
 
 class EagleHead(nn.Module):
     """A head of any version: lists of steps around the layers of a model.
@@ -69,8 +104,8 @@ class EagleHead(nn.Module):
     """
 
     aux_layers: tuple[int, ...] = ()  # see `Drafter`
-    fused: FusedHead | None = None  # runs in place of `forward`, on a CPU
-    fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
+    quant: Quantization | None = None  # the format of its weights
+    program: Any = None  # its passes: `HeadPasses`, or a backend's in their place
     backend: Backend = TORCH  # as the target's, unless it is trained
 
     def __init__(self, config: EagleConfig):
@@ -106,15 +141,15 @@ class EagleHead(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
-        return run_steps(self.inputs, self, Rows(features=features)).h
+        return run_steps(self.inputs, self, Rows(named={"features": features})).h
 
-    def start(self, embedded: Tensor, features: Tensor, positions: Tensor) -> Rows:
+    def start(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, window: Window | None = None
+    ) -> Rows:
         """Return the inputs of the layers; operands as for `forward`."""
-        rows = Rows(
-            embedded=to_stream_dtype(embedded),
-            features=to_stream_dtype(features),
-            ropes=self.ropes(positions),
-        )
+        read = {"embedded": to_stream_dtype(embedded), "features": to_stream_dtype(features)}
+        windows = windows_of((), window, self.backend)
+        rows = Rows(ropes=self.ropes(positions), windows=windows, named=read)
         return run_steps(self.first, self, rows)
 
     def forward(
@@ -129,16 +164,9 @@ class EagleHead(nn.Module):
 
         Returns: [B, T, F] in the weights' dtype.
         """
-        rows = self.start(embedded, features, positions)
-        rows = replace_fields(rows, windows=windows_of((), window, self.backend))
-        if self.fused_layers is not None and cache is not None:
-            rows = self.fused_layers.begin(rows)
-            rows, _ = run_layers(self.fused_layers.segments, rows, cache)
-            rows = self.fused_layers.end(rows)
-        else:
-            rows, _ = run_layers(self.layers, rows, cache)
-            rows = run_steps(self.last, self, rows)
-        return rows.h.to(self.dtype)
+        rows = self.start(embedded, features, positions, window)
+        rows, _ = run_layers(self.layers, rows, cache)
+        return run_steps(self.last, self, rows).h.to(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,9 +205,8 @@ class Eagle3Head(EagleHead):
         if eagle3.norm_before_fc:
             inputs.append(Norm("input_norm", width, eps, source="h"))
         if eagle3.fc_norm:
-            inputs += [
-                PartNorm(f"fc_norm_{i}", eagle3.target_dim, eps, i, parts) for i in range(parts)
-            ]
+            each = [PartNorm(f"fc_norm_{i}", eagle3.target_dim, eps, part=i) for i in range(parts)]
+            inputs += [replace(norm, parts=parts) for norm in each]
         if parts:
             inputs.append(Project("fc", width, dim, self.config.fc_bias))
         self.inputs = tuple(inputs)
@@ -198,56 +225,46 @@ class Eagle3Head(EagleHead):
         return [replace(project, inputs=2 * self.config.model.dim), *rest]
 
 
-def load_head(
-    path: Path,
-    target: Transformer,
-    quant: Quantization | None = None,
-    source: TensorSource | None = None,
-) -> EagleHead:
-    """Load a head for `target`, in the target's dtype and on its device.
+class HeadPasses:
+    """The passes of a head over its cache, by its steps. A backend may have others in their place.
 
-    quant: quantize while loading, unless the files are quantized already
-    source: tensors that replace the files
-    Raises: ValueError for a head of another target, or broken files.
+    embedding: the head's or the target's
     """
-    files = HeadFiles(path, source or WeightFiles(path))
-    config = read_head(files, target.config)
-    with torch.device("meta"):
-        head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
-    head.vocab = draft_vocab(files, config, target.norm.weight.device)
-    fill(head, target, files, head_names(config), quant, lambda name: is_unused(name, config))
-    if head.embedding is not None and is_same_embedding(head.embedding, target):
-        head.embedding = None  # one copy is enough
-    print_notes(files, config)
-    return head
 
+    in_cpp = False
 
-def fill(
-    head: EagleHead,
-    target: Transformer,
-    files: TensorSource,
-    names: dict[str, tuple[str, ...]],
-    quant: Quantization | None,
-    unused: Callable[[str], bool],
-) -> None:
-    """Load the weights of a head on the meta device, in the target's dtype and on its device.
+    def __init__(self, head: EagleHead, embedding: nn.Module):
+        self.head = head
+        self.embedding = embedding
 
-    names, unused: `names` and `ignored` of `load_weights`; quant: as for `load_head`
-    Raises: ValueError for broken files. Writes: the head.
-    """
-    weight = target.norm.weight
-    quant = saved_quantization(files.config, files.path) or quant
-    storage = Storage(weight.dtype, str(weight.device), quant)
-    load_weights(head, files, names, storage, unused)
-    head.ropes = RotaryEmbeddings(head.config.model.ropes, weight.device)
-    use_backend(head.eval(), target.backend)
+    def forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, cache: KVCache, window: Window
+    ) -> Tensor:
+        """Run the head; operands as for `EagleHead.forward`."""
+        return self.head(embedded, features, positions, cache, window)
 
+    def extend(self, state: EagleState, update: DrafterUpdate) -> tuple[Tensor, Tensor]:
+        """Run the head over confirmed tokens. Writes: slots length .. length + R - 1.
 
-def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
-    """Return whether a head's embedding repeats the target's, packed or not."""
-    parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
-    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
-    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
+        Returns: the output of the last one, [B, 1, F]; the new length, [B].
+        """
+        count = update.count
+        rows = update.features.shape[1]
+        window = causal_window(state.length, rows, backend=self.head.backend)
+        embedded = self.embedding(update.tokens[:, 1:])
+        features = self.head.project(update.features)
+        out = self.forward(embedded, features, window.slots, state.cache, window)
+        last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
+        hidden = torch.where(count[:, None, None] > 0, out.gather(1, last), state.hidden)
+        return hidden, state.length + count
+
+    def step(
+        self, level: Frontier, out: Tensor, positions: Tensor, cache: KVCache, window: Window
+    ) -> Tensor:
+        """Run the nodes of a level; operands as for `TreeDrafter.forward_nodes`."""
+        index = level.parent[:, :, None].expand(-1, -1, out.shape[2])
+        parents = out.gather(1, index)  # [B, R, F]
+        return self.forward(self.embedding(level.tokens), parents, positions, cache, window)
 
 
 # ---------------------------------------------------------------------------------------- drafting
@@ -284,6 +301,8 @@ class EagleDrafter(TreeDrafter):
         self.aux_layers = head.aux_layers
         self.embedding = head.embedding or target.embedding
         self.lm_head = lm_head or head.lm_head or target.lm_head
+        if head.program is None:
+            head.program = HeadPasses(head, self.embedding)
 
     def init(self, batch: int, slots: int) -> EagleState:
         """Make an empty state; the cache has room for a draft behind `slots`."""
@@ -296,31 +315,14 @@ class EagleDrafter(TreeDrafter):
         return EagleState(cache, length, hidden)
 
     def fuse(self, enable: bool) -> None:
-        """Run the head's passes in one C++ call each, if it fits; on CUDA in few launches.
-
-        enable: on a CPU. Writes: `fused` and `fused_layers` of the head.
-        """
-        head = self.head
-        head.fused = None
-        head.fused_layers = None
-        if head.backend.merges_steps:
-            head.fused_layers = FusedLayers(head.layers, head.last, head)
-        elif enable and head.backend.runs_passes and fits(steps_of_head(head)):
-            head.fused = FusedHead(head, self.embedding)
+        """Let the backend's program run the passes, if it has one. Writes: the head's program."""
+        own = self.head.backend.head_program(self.head, self.embedding) if enable else None
+        self.head.program = own or HeadPasses(self.head, self.embedding)
 
     def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1, padding included."""
-        if self.head.fused is not None:
-            hidden, length = self.head.fused.extend(state, update)
-            return replace_fields(state, length=length, hidden=hidden)
-        count = update.count
-        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
-        embedded = self.embedding(update.tokens[:, 1:])
-        features = self.head.project(update.features)
-        out = self.head(embedded, features, window.slots, state.cache, window)
-        last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
-        hidden = torch.where(count[:, None, None] > 0, out.gather(1, last), state.hidden)
-        return replace_fields(state, length=state.length + count, hidden=hidden)
+        hidden, length = self.head.program.extend(state, update)
+        return replace_fields(state, length=length, hidden=hidden)
 
     def rewind(self, state: EagleState, length: Tensor) -> EagleState:
         """Forget all but the first `length` tokens."""
@@ -332,79 +334,214 @@ class EagleDrafter(TreeDrafter):
     def forward_nodes(
         self, state: EagleState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
-        if self.head.fused is not None:
-            return self.head.fused.step(frontier, out, positions, state.cache, window)
-        index = frontier.parent[:, :, None].expand(-1, -1, out.shape[2])
-        parents = out.gather(1, index)  # [B, R, F]
-        return self.head(self.embedding(frontier.tokens), parents, positions, state.cache, window)
+        return self.head.program.step(frontier, out, positions, state.cache, window)
 
     def logits(self, out: Tensor) -> Tensor:
         return self.lm_head(self.head.output_norm(out))
 
 
-class ParallelEagleDrafter(EagleDrafter):
-    """Drafts all levels in one pass: mask tokens stand for the nodes behind the root.
+# --------------------------------------------------------------------------------------- its files
 
-    They have a feature of their own, and see the confirmed tokens and the masks before them. The
-    nodes of a level share its scores.
-    Source: P-EAGLE, as in the package speculators 0.9.0, models/peagle.
+
+class HeadSource(NamedTuple):
+    """What a reader finds in the files of a head."""
+
+    tensors: TensorSource  # under the names of the official layout
+    config: EagleConfig
+    ids: Tensor | None = None  # [Vd] int64, the tokens that it drafts, ascending; None: all
+    saved: Quantization | None = None  # of codes in the files
+
+
+def read_official(
+    path: Path, target: ModelConfig, form: str = "", source: TensorSource | None = None
+) -> HeadSource:
+    """Read a head in the official layout (SafeAILab), and check that it fits its target.
+
+    form: the number format that is asked for; source: tensors that replace the files
+    Raises: ValueError for another layout, or a head of another target.
     """
+    files = source or WeightFiles(path)
+    raw = files.config
+    names = files.readers
+    is_3 = "midlayer.hidden_norm.weight" in names
+    known = "known are EAGLE-1, 2 and 3 as SafeAILab wrote them; restore the folder files/"
+    require(is_3 or "fc.weight" in names, f"{path} is a head in no layout that is known; {known}")
+    numbers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
+    model = replace(
+        read_config(raw | {"architectures": None}),  # heads name the target's
+        n_layers=max(numbers, default=0) + 1,
+        qkv_bias=raw.get("qkv_bias", False),
+        o_bias=False,
+        mlp_bias=False,
+    )
+    width = (raw.get("target_hidden_size") or model.dim, model.vocab_size)
+    fault = f"{path}: the sizes of features and vocabulary are {width}, and of the target "
+    theirs = (target.dim, target.vocab_size)
+    require(width == theirs, f"{fault}{theirs}; use the head made for this target")
+    config = EagleConfig(model, raw.get("bias", True), raw.get("draft_sharpness", 1.0))
+    if not is_3:
+        return HeadSource(files, config)
+    own = ("embed_tokens.weight", "lm_head.weight")
+    embedding, lm_head = (name if name in names else "" for name in own)
+    layers = target.n_layers
+    count = raw.get("draft_vocab_size") or model.vocab_size
+    aux_layers = (2, layers // 2, layers - 3)
+    eagle3 = Eagle3(aux_layers, width[0], count, embedding=embedding, lm_head=lm_head)
+    config = replace(config, fc_bias="fc.bias" in names, eagle3=eagle3)
+    if count == model.vocab_size:
+        return HeadSource(files, config)
+    ids = torch.arange(count) + files.read("d2t").long()
+    require(bool((ids.diff() > 0).all()), f"{path}: d2t must ascend; restore the folder files/")
+    return HeadSource(files, config, ids)
 
-    def __init__(self, *inputs: Any, **options: Any):
-        """Attach a head, as `EagleDrafter`."""
-        super().__init__(*inputs, **options)
-        eagle3 = self.head.config.eagle3
-        before = eagle3.target_dim if eagle3.aux_layers else 0  # see Eagle3Head.make_steps
-        features = nn.functional.pad(self.head.mask_hidden.detach(), (before, 0))
-        self.masked = self.head.project(features[None, None]).to(self.head.dtype)  # [1, 1, F]
 
-    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
-        """Return the outputs of all levels, [B, D, F], and the first scratch slot.
+def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
+    """Return our parameter's name -> the official head's tensors."""
+    eagle3 = config.eagle3
+    names = {}
+    if eagle3 is None or eagle3.aux_layers:
+        names["fc.weight"] = ("fc.weight",)
+        if config.fc_bias:
+            names["fc.bias"] = ("fc.bias",)
+    for i in range(config.model.n_layers):
+        theirs = "midlayer." if eagle3 and i == 0 else f"layers.{i}."
+        steps = config.model.layer(i)[i == 0 :]  # the first layer has no norm before its attention
+        names |= layer_names(f"layers.{i}.", theirs, steps, config.model.names)
+    if eagle3 is None:
+        return names
+    norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
+    if eagle3.last_norm != "none":
+        norms["norm" if eagle3.last_norm == "fed" else "output_norm"] = "norm"
+    if eagle3.norm_before_fc:
+        norms["input_norm"] = "input_norm"
+    if eagle3.fc_norm:
+        norms |= {f"fc_norm_{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
+    names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
+    if eagle3.embedding:
+        names["embedding.weight"] = (eagle3.embedding,)
+    if eagle3.lm_head:
+        names["lm_head.weight"] = (eagle3.lm_head,)
+    if eagle3.mask_token is not None:
+        names[MASK] = (MASK,)
+    return names
 
-        Writes: slots length .. length + D - 2.
-        """
-        if self.tree.depth == 1:
-            return super().root_output(state, inputs)
-        window = causal_window(state.length, self.tree.depth - 1, backend=self.backend)
-        tokens = torch.full_like(window.slots, self.head.config.eagle3.mask_token)
-        first = torch.zeros_like(tokens)  # the same feature for all
-        masks = Frontier(first, tokens, first, first.float(), window.mask)
-        masked = self.masked.expand(len(tokens), -1, -1)
-        out = super().forward_nodes(state, masks, masked, window.slots, window)
-        return torch.cat((state.hidden, out), 1), state.length
 
-    def forward_nodes(
-        self, state: EagleState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
-    ) -> Tensor:
-        return out
+def is_unused(name: str, config: EagleConfig) -> bool:
+    """Return whether a head's tensor may stay unused.
 
-    def logits_of(self, out: Tensor, level: int) -> Tensor:
-        return self.logits(out[:, level, None])
+    Official files of versions 1 and 2 repeat the target's embedding. `t2d` lists the tokens that
+    `d2t` reaches. Speculators may hold the norm and the LM head of their target.
+    """
+    endings = ("d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
+    if config.eagle3:
+        endings += ("verifier_norm.weight", "verifier_lm_head.weight")
+    return name.endswith(endings)
+
+
+def draft_lm_head(
+    model: nn.Module, quant: Quantization | None, ids: Tensor | None = None
+) -> nn.Module:
+    """Return a model's LM head, or a copy in the draft's format or with some tokens' rows only.
+
+    ids: [Vd] int64, the tokens to keep; None: all
+    """
+    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
+    own = model.lm_head
+    if ids is not None:
+        own = own.rows(ids)
+    if quant is None or quant.is_blocks:  # blocks are a file's own
+        return own
+    if own.format == quant.format:
+        fits = own.format == "int8" or own.group_size == (quant.group_size or own.group_size)
+        if fits:
+            return own
+    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
+    weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
+    return Linear.of(weight, fp32_out=True, backend=own.backend)
+
+
+def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
+    """Return whether a head's embedding repeats the target's, packed or not."""
+    parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
+    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
+    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
+
+
+def load_head(
+    path: Path,
+    target: Transformer,
+    quant: Quantization | None = None,
+    source: TensorSource | None = None,
+    form: str = "",
+) -> EagleHead:
+    """Load a head for `target`, in the target's dtype and on its device.
+
+    quant: quantize while loading, unless the files are quantized already
+    source: tensors that replace the files
+    form: the number format of a draft; codes of another one are read as their numbers
+    Raises: ValueError for a head of another target, or broken files.
+    """
+    read = load_part("reader", "head") if has_part("reader", "head") else read_official
+    files, config, ids, saved = read(path, target.config, form, source)
+    with torch.device("meta"):
+        head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
+    if ids is not None:
+        head.vocab = DraftVocab(config.model.vocab_size, ids.to(target.norm.weight.device))
+    names = head_names(config)
+    fill(head, target, files, names, saved or quant, lambda name: is_unused(name, config))
+    if head.embedding is not None and is_same_embedding(head.embedding, target):
+        head.embedding = None  # one copy is enough
+    return head
+
+
+def fill(
+    head: EagleHead,
+    target: Transformer,
+    files: TensorSource,
+    names: dict[str, tuple[str, ...]],
+    quant: Quantization | None,
+    unused: Callable[[str], bool],
+) -> None:
+    """Load the weights of a head on the meta device, in the target's dtype and on its device.
+
+    names, unused: `names` and `ignored` of `load_weights`; quant: as for `load_head`
+    Raises: ValueError for broken files. Writes: the head.
+    """
+    weight = target.norm.weight
+    storage = Storage(weight.dtype, str(weight.device), quant)
+    load_weights(head, files, names, storage, unused)
+    head.quant = quant
+    head.ropes = RotaryEmbeddings(head.config.model.ropes, weight.device)
+    use_backend(head.eval(), target.backend)
 
 
 def load_drafter(
-    target: Transformer, config: GenerateConfig, source: TensorSource | None = None, **options: Any
+    target: Transformer,
+    path: str | Path,
+    tree: DynamicTree | StaticTree,
+    form: str = "none",
+    group_size: int = 0,
+    source: TensorSource | None = None,
+    **options: Any,
 ) -> EagleDrafter:
-    """Load `--draft eagle`. Raises: ValueError for a head or a tree that does not fit.
+    """Load a head and its drafter. Raises: ValueError for a head or a tree that does not fit.
 
-    source: tensors that replace the head's files
-    options: graft, as for `TreeDrafter`
+    form, group_size: the number format, and the inputs that share a scale
+    source: tensors that replace the head's files; options: as for `TreeDrafter`
     """
-    path = Path(config.head)
-    source = source or head_files(path, config.quant_draft)
-    quant = saved_quantization(source.config, path)
-    quant = quant or Quantization.of(config.quant_draft, config.group_size)
-    head = load_head(path, target, quant, source)
+    head = load_head(Path(path), target, Quantization.of(form, group_size), source, form)
     if head.lm_head:  # it has no rows for other tokens
-        lm_head = draft_lm_head(head, quant)
+        lm_head = draft_lm_head(head, head.quant)
     else:
-        lm_head = draft_lm_head(target, quant, head.vocab.ids if head.vocab else None)
-    options["children"] = config.child_rule
-    parallel = head.config.eagle3 and head.config.eagle3.mask_token is not None
-    kind = ParallelEagleDrafter if parallel else EagleDrafter
-    return kind(head, target, config.draft_tree, lm_head, **options)
+        lm_head = draft_lm_head(target, head.quant, head.vocab.ids if head.vocab else None)
+    kind = EagleDrafter
+    if head.config.eagle3 and head.config.eagle3.mask_token is not None:
+        kind = load_part("extension", "parallel eagle")
+    return kind(head, target, tree, lm_head, **options)
 
 
-def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
-    """Load `--draft eagle`, as `load_drafter`. Raises: ValueError."""
-    return load_drafter(target, config).method()
+def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
+    """Load `--draft eagle`, as `load_drafter`. config: the options. Raises: ValueError."""
+    form = (config.quant_draft, config.group_size)
+    options = {"children": config.child_rule}
+    return load_drafter(target, config.head, config.draft_tree, *form, **options).method()

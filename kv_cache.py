@@ -4,11 +4,7 @@ The cache is a plain tuple of tensors that the caller owns. A step writes its ke
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
 and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
-A cache in 8 bits has dtype int8; reference.py says what its rows hold.
-
-A recurrent layer has no slots. It keeps a state behind tokens that are sure to stay, and the inputs
-of the nodes behind them (`LayerState`): the next pass replays those that were accepted. So a node's
-state is a function of its path alone, and no state but one outlives its pass.
+A layer that is recurrent has a state and no slots (models/states.py).
 """
 
 from __future__ import annotations
@@ -24,70 +20,18 @@ from torch import Tensor
 
 from reference import TORCH, Backend, row_width
 
-TAPS = 4  # tokens that the convolution of a recurrent layer reads, the token's own included
 MOST_NODES = 64  # of a tree, where the cache's owner knows no better
-
-
-class StateShape(NamedTuple):
-    """The sizes of a recurrent layer's state."""
-
-    heads: int  # H
-    key_dim: int  # Dk
-    value_dim: int  # Dv
-    channels: int  # C, inputs of a token that states depend on
-
-    def bytes(self, nodes: int) -> int:
-        """Return the bytes of a `LayerState` of one sequence. nodes: R"""
-        numbers = self.heads * self.key_dim * self.value_dim + (TAPS - 1 + nodes) * self.channels
-        return numbers * torch.float32.itemsize
-
-
-class LayerState(NamedTuple):
-    """The state of a recurrent layer for B sequences. A step writes it in place."""
-
-    state: Tensor  # [B, H, Dk, Dv] fp32, behind the first `length` tokens
-    # [B, TAPS - 1 + R, C] fp32: of the last tokens before `length`, which the convolution reads;
-    # then those of the last pass from `length` on
-    inputs: Tensor
-    length: Tensor  # [B] int64
-
-    @staticmethod
-    def empty(shape: StateShape, batch: int, nodes: int, device: torch.device | str) -> LayerState:
-        """Allocate zeros. nodes: R, the most nodes that a pass may leave to the next one"""
-        return LayerState(
-            torch.zeros(batch, *shape[:3], device=device),
-            torch.zeros(batch, TAPS - 1 + nodes, shape.channels, device=device),
-            torch.zeros(batch, dtype=torch.long, device=device),
-        )
-
-    def sequences(self, rows: range) -> LayerState:
-        """Return the states of some sequences, as views."""
-        return LayerState(*(buffer[rows.start : rows.stop] for buffer in self))
-
-    def compact(self, start: Tensor, path: Tensor) -> None:
-        """Move the inputs of accepted nodes next to each other, as `KVCache.compact` moves slots.
-
-        A pass leaves sequences that are done as they were; so does this.
-        Writes: inputs.
-        """
-        steps = torch.arange(path.shape[1], device=path.device)
-        path = torch.where((self.length == start)[:, None], path, steps)
-        batch = torch.arange(len(path), device=path.device)[:, None]  # [B, 1]
-        self.inputs[batch, TAPS - 1 + steps] = self.inputs[batch, TAPS - 1 + path]
 
 
 class KVCache(NamedTuple):
     """Static key and value buffers, one pair per layer. A step writes them in place."""
 
-    # n_layers x [B, Hkv, S, E], in 8 bits [B, Hkv, S, row_width]; S is 0 for layers that are
-    # recurrent or read another's
+    # n_layers x [B, Hkv, S, row_width]; S is 0 for layers that are recurrent or read another's
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     addresses: Tensor  # int64, of the buffers with slots, in the order of `by_shape`, for kernels
     sources: tuple[int, ...]  # by layer, the one whose buffers it reads: itself, or one before it
-    # by layer, None for attention; empty: no layer is recurrent
-    states: tuple[LayerState | None, ...] = ()
-    snapshots: tuple[LayerState | None, ...] = ()  # copies of states, by `keep_states`
+    states: Any = None  # of recurrent layers, by `ModelConfig.state_shapes`; None: none is
 
     @staticmethod
     def empty(
@@ -104,54 +48,31 @@ class KVCache(NamedTuple):
         nodes: the most nodes of a tree, for recurrent layers
         On a CPU, memory is taken as slots are used.
         """
-        if torch.device(device).type == "cpu":
-            zeros = _zeros_on_demand
-        else:
-            zeros = partial(torch.zeros, device=device)
-        of_layers = [config.state_shape(i) for i in range(config.n_layers)]
+        on_cpu = torch.device(device).type == "cpu"
+        zeros = _zeros_on_demand if on_cpu else partial(torch.zeros, device=device)
         sources = tuple(map(config.kv_source, range(config.n_layers)))
-
-        def buffers() -> tuple[Tensor, ...]:
-            found = []
-            for i, source in enumerate(sources):
-                heads, width = config.kv_shape(i)
-                own = slots if source == i and of_layers[i] is None else 0
-                shape = torch.Size((batch, heads, own, row_width(width, dtype)))
-                found.append(zeros(shape, dtype=dtype))
-            return tuple(found)
-
-        k = buffers()
-        v = buffers()
+        shapes = []
+        for i, source in enumerate(sources):
+            heads, width = config.kv_shape(i)  # no heads: it is recurrent
+            own = slots if heads and source == i else 0
+            shapes.append(torch.Size((batch, heads, own, row_width(width, dtype))))
+        k = tuple(zeros(shape, dtype=dtype) for shape in shapes)
+        v = tuple(zeros(shape, dtype=dtype) for shape in shapes)
         in_order = [x.data_ptr() for alike in by_shape(with_slots(k, v)) for x in alike]
         addresses = torch.tensor(in_order, device=device)
-        if not any(of_layers):
-            return KVCache(k, v, addresses, sources)
-
-        def empty_states() -> tuple[LayerState | None, ...]:
-            return tuple(x and LayerState.empty(x, batch, nodes, device) for x in of_layers)
-
-        return KVCache(k, v, addresses, sources, empty_states(), empty_states())
+        states = config.state_shapes and config.state_shapes.empty(batch, nodes, device)
+        return KVCache(k, v, addresses, sources, states)
 
     def layer(self, i: int) -> tuple[Tensor, ...]:
-        """Return the buffers of a layer: its keys and values, or its `LayerState`."""
-        state = self.states[i] if self.states else None
-        source = self.sources[i]
-        return state or (self.k[source], self.v[source])
+        """Return the buffers of a layer: its keys and values, or its state."""
+        state = self.states.now[i] if self.states else None
+        return state or (self.k[self.sources[i]], self.v[self.sources[i]])
 
     def for_cpp(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the operands of a pass in C++, by layer: keys, values, and nothing.
-
-        A recurrent layer has its inputs, its state and its length instead.
-        """
+        """Return the operands of a pass in C++, by layer: keys, values, and lengths of states."""
         k = [self.k[source] for source in self.sources]
         v = [self.v[source] for source in self.sources]
-        lengths = []
-        for i, state in enumerate(self.states):
-            lengths.append(self.addresses[:0] if state is None else state.length)
-            if state is not None:
-                k[i] = state.inputs
-                v[i] = state.state
-        return k, v, lengths
+        return k, v, self.states.for_cpp(k, v) if self.states else []
 
     def sequences(self, rows: range) -> KVCache:
         """Return the caches of some sequences, as views.
@@ -160,11 +81,8 @@ class KVCache(NamedTuple):
         """
         k = tuple(buffer[rows.start : rows.stop] for buffer in self.k)
         v = tuple(buffer[rows.start : rows.stop] for buffer in self.v)
-        states, snapshots = (
-            tuple(state and state.sequences(rows) for state in every)
-            for every in (self.states, self.snapshots)
-        )
-        return KVCache(k, v, self.addresses[:0], self.sources, states, snapshots)
+        states = self.states and self.states.sequences(rows)
+        return KVCache(k, v, self.addresses[:0], self.sources, states)
 
     def prefix(self, seq: int, length: int) -> list[Tensor]:
         """Return the first `length` slots of a sequence, and its states, as views.
@@ -172,45 +90,24 @@ class KVCache(NamedTuple):
         Where they are copied, `resume` knows which of the states serve.
         """
         slots = [buffer[seq, :, :length] for buffer in (*self.k, *self.v)]
-        return slots + [buffer[seq] for buffer in self._buffers_of_states()]
+        return slots + [buffer[seq] for buffer in (self.states.buffers() if self.states else ())]
 
     def clear(self, seq: int, length: int) -> None:
         """Overwrite the first `length` slots of a sequence, and its states, with zeros."""
-        for buffer in (*self.k, *self.v):
-            buffer[seq, :, :length] = 0
-        for buffer in self._buffers_of_states():
-            buffer[seq] = 0
+        for view in self.prefix(seq, length):
+            view.zero_()
 
     def keep_states(self, seq: int) -> None:
         """Take a snapshot of a sequence's states, to which `resume` may return."""
-        for state, snapshot in self._recurrent():
-            for buffer, copy in zip(state, snapshot):
-                copy[seq] = buffer[seq]
+        if self.states:
+            self.states.keep(seq)
 
     def resume(self, seq: int, begin: int) -> int:
         """Make a sequence go on behind the first `begin` tokens that it has read, or earlier.
 
-        A state cannot be cut. One that is behind later tokens gives way to the snapshot; where that
-        is, too, the sequence begins at 0, where a pass makes states zero.
-
-        Writes: states; the length of a snapshot of tokens that will be others.
         Returns: the number of tokens behind which it goes on.
         """
-        for state, snapshot in self._recurrent():
-            if snapshot.length[seq] > begin:
-                snapshot.length[seq] = 0
-            if state.length[seq] > begin:
-                for buffer, copy in zip(state, snapshot):
-                    buffer[seq] = copy[seq]
-                begin = int(snapshot.length[seq])
-        return begin
-
-    def _recurrent(self) -> list[tuple[LayerState, LayerState]]:
-        pairs = zip(self.states, self.snapshots)
-        return [(state, snapshot) for state, snapshot in pairs if state is not None]
-
-    def _buffers_of_states(self) -> list[Tensor]:
-        return [buffer for pair in self._recurrent() for state in pair for buffer in state]
+        return self.states.resume(seq, begin) if self.states else begin
 
     def compact(self, start: Tensor, path: Tensor, backend: Backend = TORCH) -> None:
         """Move the accepted slots of a verified tree next to the prefix.
@@ -220,16 +117,15 @@ class KVCache(NamedTuple):
             depth moves nothing
         Writes: slots start .. start+D of every buffer.
         """
-        groups = by_shape(with_slots(self.k, self.v))
         first = 0
+        groups = by_shape(with_slots(self.k, self.v))
         for alike in groups:
-            addresses = self.addresses
-            if len(groups) > 1:
-                addresses = addresses[first : first + len(alike)]
+            last = first + len(alike)
+            addresses = self.addresses if len(groups) == 1 else self.addresses[first:last]
             backend.compact(alike, addresses, start, path)
-            first += len(alike)
-        for state, _ in self._recurrent():
-            state.compact(start, path)
+            first = last
+        if self.states:
+            self.states.compact(start, path)
 
 
 def with_slots(k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:

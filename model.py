@@ -1,44 +1,36 @@
-"""A minimal LLaMA, Qwen or Mixtral with a static key-value cache (kv_cache.py).
+"""LLaMA and Mixtral with a static key-value cache: config, names of weights, forward pass.
 
 1. A layer is a list of steps (`ModelConfig.layer`; steps.py). Other architectures are files in
-   models/, which override that list.
+   models/, which override that list and the hooks beside it.
 2. `Transformer.forward` turns tokens into features (the hidden state after the final norm).
    `Transformer.logits` applies the LM head to the features that need it.
-3. The steps' PyTorch is the code that runs with --plain. Else C++ on a CPU runs the list over a
-   cache in one call (`Transformer.fused`, backends/cpp/layers.cpp), and on CUDA neighbours in the
-   list are one launch (backends/fusions.py).
+3. The steps' PyTorch is what runs with --plain. Else a backend may have a program for passes over a
+   cache (`Backend.model_program`): one call of C++ on a CPU, merged steps on CUDA.
 4. RoPE uses the Hugging Face half-rotation, so weights load without a permutation. Its angles are
-   computed per call, once for all layers. That keeps positions unlimited and costs less than 1 % of
-   a step.
+   computed per call, once for all layers, so that positions are unlimited.
 
-Not here: config.json and weights (files/), number formats (quantize.py), operators (backends/),
-drafting, sampling.
+Not here: reading weights, number formats (quantize.py), operators, drafting, sampling.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from backends.cpp.layers import FusedModel, fits, steps_of
-from backends.fusions import FusedLayers
-from kv_cache import KVCache, StateShape, Window, sliding
+from kv_cache import KVCache, Window, sliding
+from options import load_part, require
 from quantize import Linear
 from reference import TORCH, Backend, row_width
 from runtime import replace_fields
 from steps import (
     Add,
-    AddShared,
     Attend,
-    Copy,
     Gate,
-    GateOutput,
-    HeadNorm,
     Merge,
     Norm,
     Project,
@@ -51,39 +43,28 @@ from steps import (
     to_stream_dtype,
 )
 
-# the modules of a layer -> Hugging Face's, of which a module's rows are made, in their order
+# the modules of a layer -> Hugging Face's, of which a module's rows are made, in their order; those
+# of experts are Mixtral's, and {} is the number of an expert
 NAMES = {
     "attention_norm": ("input_layernorm",),
     "wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
     "wo": ("self_attn.o_proj",),
     "ffn_norm": ("post_attention_layernorm",),
     "w13": ("mlp.gate_proj", "mlp.up_proj"),
     "w2": ("mlp.down_proj",),
-}
-# the same of a mixture; {}: the number of an expert
-MIXTURES = {
-    "mixtral": {
-        "router": ("block_sparse_moe.gate",),
-        "experts.w13": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-        "experts.w2": ("block_sparse_moe.experts.{}.w2",),
-    },
-    "qwen": {
-        "router": ("mlp.gate",),
-        "shared_w13": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        "shared_w2": ("mlp.shared_expert.down_proj",),
-        "shared_gate": ("mlp.shared_expert_gate",),
-        "experts.w13": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-        "experts.w2": ("mlp.experts.{}.down_proj",),
-    },
+    "router": ("block_sparse_moe.gate",),
+    "experts.w13": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    "experts.w2": ("block_sparse_moe.experts.{}.w2",),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings in `config.json`, under our names. Field comments give the Hugging Face key."""
+    """The settings in `config.json`, under our names. Field comments give the Hugging Face key.
+
+    Architectures with more settings are subclasses (models/), and so are hooks without a field.
+    """
 
     dim: int  # hidden_size
     n_layers: int  # num_hidden_layers
@@ -94,33 +75,22 @@ class ModelConfig:
     vocab_size: int
     norm_eps: float = 1e-5  # rms_norm_eps
     rope_theta: float = 10000.0
-    # {"rope_type": "linear" | "llama3" | "yarn" | "proportional", ...}, every key with its value
-    rope_scaling: dict | None = None
-    # max_position_embeddings, or the length that YaRN extends it to; at most the sliding window
-    max_context: int = 2048
-    qkv_bias: bool = False
-    o_bias: bool = False
+    rope_scaling: dict | None = None  # {"rope_type": a key of `SCALINGS`, ...}
+    max_context: int = 2048  # max_position_embeddings, at most the sliding window
+    qkv_bias: bool = False  # attention_bias
+    o_bias: bool = False  # the same
     mlp_bias: bool = False
-    # (no key: Qwen3, and heads whose weights show it) a norm on each query and key
-    qk_norm: bool = False
-    n_experts: int = 0  # num_local_experts or num_experts; 0: a dense model
+    n_experts: int = 0  # num_local_experts; 0: a dense model
     experts_per_token: int = 0  # num_experts_per_tok
-    expert_dim: int = 0  # moe_intermediate_size; 0: ffn_dim
-    # shared_expert_intermediate_size, of an expert that all tokens share; 0: there is none
-    shared_dim: int = 0
-    norm_topk: bool = True  # norm_topk_prob: the chosen experts' routing weights add up to 1
-    # mlp_only_layers, decoder_sparse_step: layers without experts
-    dense_layers: tuple[int, ...] = ()
-    # (ours) names of the experts' weights in files: a key of MIXTURES
-    expert_names: str = "mixtral"
     tie_embeddings: bool = False  # tie_word_embeddings
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: the dtype that the weights are stored in
-    # (ours) the model that an inflated one stands for; it is printed with every result
-    stand_in: str = ""
 
-    gates_shared = True  # of an architecture: the shared expert's result has a gate
+    windows = ()  # the sliding windows of layers (tokens), besides 0, which is none
+    embedding_scale = 1.0  # the factor of embeddings
+    logit_cap = 0.0  # the bound of logits, which they approach as a tanh does; 0: none
+    state_shapes = None  # of recurrent layers (models/states.py)
+    mtp = None  # the MTP layer that checkpoints of this kind may hold (files/mtp.py)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -128,50 +98,25 @@ class ModelConfig:
         return (Rope(self.head_dim, self.rope_theta, self.rope_scaling),)
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        """The sliding windows of the layers (tokens), besides 0, which is none."""
-        return ()
-
-    @property
     def names(self) -> dict[str, tuple[str, ...]]:
         """The names of a layer's modules in files, as `NAMES`."""
-        return NAMES | MIXTURES[self.expert_names]
+        return NAMES
 
-    @property
-    def embedding_scale(self) -> float:
-        """The factor of embeddings."""
-        return 1.0
-
-    @property
-    def logit_cap(self) -> float:
-        """The bound of logits, which they approach as a hyperbolic tangent does; 0: none."""
-        return 0.0
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The beginnings of names of tensors that files hold and no layer reads."""
-        return ()
+    def ignores(self, name: str) -> bool:
+        """Return whether files hold a tensor that no layer reads."""
+        return False
 
     def kv_shape(self, i: int) -> tuple[int, int]:
-        """Return the heads of keys and values of layer i, and their width."""
+        """Return the heads of keys and values of layer i, none if it is recurrent; their width."""
         return self.n_kv_heads, self.head_dim
 
     def kv_source(self, i: int) -> int:
         """Return the layer whose keys and values layer i reads."""
         return i
 
-    def state_shape(self, i: int) -> StateShape | None:
-        """Return the sizes of the state of layer i, if that is recurrent."""
-        return None
-
-    @property
-    def mtp(self) -> Mtp | None:
-        """The MTP layer that checkpoints of this kind may hold."""
-        return None
-
-    def has_experts(self, layer: int) -> bool:
-        """Return whether the feed-forward of a layer is a mixture of experts."""
-        return self.n_experts > 0 and layer not in self.dense_layers
+    def has_experts(self, i: int) -> bool:
+        """Return whether the feed-forward of layer i is a mixture of experts."""
+        return self.n_experts > 0
 
     def first(self) -> tuple[Step, ...]:
         """Return the steps before the layers, which leave `stream` as it is."""
@@ -190,14 +135,11 @@ class ModelConfig:
 
     def attention(self) -> tuple[Step, ...]:
         """Return the steps of attention, over fused projections of queries, keys and values."""
-        heads = (self.n_heads, self.n_kv_heads, self.head_dim)
         width = self.n_heads * self.head_dim
         both = 2 * self.n_kv_heads * self.head_dim
-        head_norm = (HeadNorm(*heads, self.norm_eps),) if self.qk_norm else ()
         return (
             Project("wqkv", self.dim, width + both, self.qkv_bias),
-            *head_norm,
-            Rotate(*heads),
+            Rotate(self.n_heads, self.n_kv_heads, self.head_dim),
             Attend(),
             Project("wo", width, self.dim, self.o_bias, row_parallel=True),
         )
@@ -206,46 +148,19 @@ class ModelConfig:
         """Return the steps of SwiGLU, with gate above up in one weight."""
         return (
             Project("w13", self.dim, 2 * self.ffn_dim, self.mlp_bias),
-            Gate("silu"),
+            Gate(),
             Project("w2", self.ffn_dim, self.dim, self.mlp_bias, row_parallel=True),
         )
 
     def mixture(self) -> tuple[Step, ...]:
-        """Return the steps of SwiGLU by the best experts of each token, and by the shared one."""
-        width = self.expert_dim or self.ffn_dim
+        """Return the steps of SwiGLU by the best experts of each token."""
         count = self.n_experts
-        before: tuple[Step, ...] = ()
-        behind: tuple[Step, ...] = ()
-        if self.shared_dim:
-            before = self.shared_expert()
-            behind = (AddShared(),)
         return (
-            *before,
-            self.route(),
-            Project("w13", self.dim, 2 * width, experts=count),
-            Gate("silu"),
-            Project("w2", width, self.dim, experts=count, row_parallel=True),
+            Route(self.dim, count, self.experts_per_token),
+            Project("w13", self.dim, 2 * self.ffn_dim, experts=count),
+            Gate(),
+            Project("w2", self.ffn_dim, self.dim, experts=count, row_parallel=True),
             Merge(),
-            *behind,
-        )
-
-    def route(self) -> Route:
-        """Return the step that chooses each token's experts."""
-        return Route(self.dim, self.n_experts, self.experts_per_token, self.norm_topk)
-
-    def shared_expert(self) -> tuple[Step, ...]:
-        """Return the steps of the expert that all tokens share; its result waits for the others."""
-        gate: tuple[Step, ...] = ()
-        if self.gates_shared:
-            gate = (Project("shared_gate", self.dim, 1, source="normed", to="gate"), GateOutput())
-        return (
-            Copy("h", "normed"),
-            Project("shared_w13", self.dim, 2 * self.shared_dim),
-            Gate("silu"),
-            Project("shared_w2", self.shared_dim, self.dim, row_parallel=True),
-            *gate,
-            Copy("h", "shared"),
-            Copy("normed", "h"),
         )
 
     def last(self) -> tuple[Step, ...]:
@@ -253,19 +168,105 @@ class ModelConfig:
         return (Norm("norm", self.dim, self.norm_eps),)
 
 
-class Mtp(NamedTuple):
-    """A layer beside a model's own, which predicts the token after the next one.
+# ------------------------------------------------------------------------------------- config.json
 
-    A projection of two rows side by side, the embedding of the next token and the feature, each
-    behind a norm of its own; one layer of the model; a norm. Embedding and LM head are the model's.
+PLAIN = ("LlamaForCausalLM", "MixtralForCausalLM")
+# keys -> fields of `ModelConfig`
+KEYS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "ffn_dim",
+    "vocab_size": "vocab_size",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_context",
+    "mlp_bias": "mlp_bias",
+    "num_local_experts": "n_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "tie_word_embeddings": "tie_embeddings",
+}
+REQUIRED = list(KEYS)[:5]
+
+
+def read_config(raw: dict) -> ModelConfig:
+    """Translate the config.json of a LLaMA or Mixtral.
+
+    Raises: ValueError for another architecture, a missing key, or another activation or RoPE.
     """
+    name = (raw.get("architectures") or PLAIN)[0]
+    remedy = "use a LLaMA or Mixtral, or restore the folders models/ and files/"
+    require(name in PLAIN, f"the architecture must be one of {PLAIN}; it is {name}: {remedy}")
+    act = raw.get("hidden_act", "silu")
+    require(act == "silu", f"hidden_act must be silu; it is {act}: use another checkpoint")
+    missing = [key for key in REQUIRED if raw.get(key) is None]
+    require(not missing, f"config.json lacks the keys {', '.join(missing)}; add them")
+    fields = {"norm_eps": 1e-6, "n_kv_heads": raw["num_attention_heads"]}
+    fields["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
+    fields |= {ours: raw[key] for key, ours in KEYS.items() if raw.get(key) is not None}
+    if raw.get("sliding_window"):
+        longest = fields.get("max_context", ModelConfig.max_context)
+        fields["max_context"] = min(longest, raw["sliding_window"])
+    eos = raw.get("eos_token_id")
+    theta, scaling = read_rope(raw)
+    return ModelConfig(
+        **fields,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=raw.get("attention_bias", False),
+        o_bias=raw.get("attention_bias", False),
+        eos_ids=tuple(eos) if isinstance(eos, list) else (eos,) * (eos is not None),
+        dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch."),
+    )
 
-    model: ModelConfig  # whose only layer it is
-    prefix: str  # beginning of the names of all its tensors
-    layer: str  # that of the layer's; {}: the number of the MTP layer
-    names: dict[str, str]  # fc, embedding_norm, hidden_norm, norm -> their names
-    feature_first: bool = False  # the feature is left of the embedding
-    first: int = 0  # number of the first MTP layer
+
+def read_rope(raw: dict) -> tuple[float, dict | None]:
+    """Read RoPE's base and scaling. Raises: ValueError for a type that is none of `SCALINGS`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    known = f"one of default, {', '.join(SCALINGS)}"
+    remedy = "use another checkpoint, or restore the folder files/"
+    require(kind in SCALINGS, f"the RoPE type must be {known}; it is {kind}: {remedy}")
+    return theta, rope | {"rope_type": kind}
+
+
+def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Return our parameter's name -> the Hugging Face tensors of its rows, in their order."""
+    names = {
+        "embedding.weight": ("model.embed_tokens.weight",),
+        "norm.weight": ("model.norm.weight",),
+    } | layer_names("", "model.", config.first(), config.names)
+    if not config.tie_embeddings:
+        names["lm_head.weight"] = ("lm_head.weight",)
+    for i in range(config.n_layers):
+        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config.layer(i), config.names)
+    return names
+
+
+def layer_names(
+    ours: str, theirs: str, steps: Iterable[Step], official: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return `weight_names` of one layer.
+
+    ours, theirs: the prefixes of the names; steps: the layer's; official: `ModelConfig.names`
+    """
+    names = {}
+    for step in steps:
+        experts = step.experts if isinstance(step, Project) else 0
+        for parameter in step.parameters():
+            module, _, kind = parameter.rpartition(".")
+            parts = official[f"experts.{module}" if experts else module]
+            if experts:
+                parts = tuple(part.format(e) for e in range(experts) for part in parts)
+            names[ours + parameter] = tuple(f"{theirs}{part}.{kind}" for part in parts)
+    return names
+
+
+# -------------------------------------------------------------------------------------------- RoPE
 
 
 class Rope(NamedTuple):
@@ -281,49 +282,37 @@ class Rope(NamedTuple):
         return (self.scaling or {}).get("attention_factor", 1.0)
 
 
-# ----------------------------------------------------------------------------------------- modules
-
-
 def rope_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
     """Return inverse wavelengths, [E/2] fp32 (radians per position), scaled as the rope says.
 
-    Source: RoFormer (arXiv 2104.09864); `llama3` scaling as in the Llama 3.1 reference code;
-    `yarn`: arXiv 2309.00071, 3.2, with transformers' rounding of the bounds.
+    Source: RoFormer (arXiv 2104.09864).
     """
     exponent = torch.arange(0, rope.width, 2, device=device).float() / rope.width
     freq = 1.0 / rope.theta**exponent  # [E/2]
-    scaling = rope.scaling
-    if scaling is None:
+    if rope.scaling is None:
         return freq
-    if scaling["rope_type"] == "linear":
-        return freq / scaling["factor"]
-    if scaling["rope_type"] == "proportional":  # the first pairs alone turn
-        turns = torch.arange(len(freq), device=device) < scaling["pairs"]
-        return freq / scaling["factor"] * turns
-    if scaling["rope_type"] == "yarn":
-        low, high = _yarn_bounds(rope, scaling)
-        place = torch.arange(len(freq), device=device)
-        blend = 1 - ((place - low) / (high - low or 0.001)).clamp(0, 1)
-    else:
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
-        original = scaling["original_max_position_embeddings"]
-        turns = original * freq / (2 * math.pi)  # rotations within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)
+    kind = rope.scaling["rope_type"]
+    scale = SCALINGS[kind] if kind in SCALINGS else load_part("rope", kind)
+    return scale(freq, rope)
+
+
+def scale_linear(freq: Tensor, rope: Rope) -> Tensor:
+    """Slow all waves down."""
+    return freq / rope.scaling["factor"]
+
+
+def scale_llama3(freq: Tensor, rope: Rope) -> Tensor:
+    """Slow long waves down, as the Llama 3.1 reference code does."""
+    scaling = rope.scaling
+    low = scaling["low_freq_factor"]
+    # rotations within the original context
+    turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+    blend = ((turns - low) / (scaling["high_freq_factor"] - low)).clamp(0, 1)
     # 0: long wave, slowed down; 1: short wave, kept
     return blend * freq + (1 - blend) * freq / scaling["factor"]
 
 
-def _yarn_bounds(rope: Rope, scaling: dict) -> tuple[float, float]:
-    """Return where waves make `beta_fast` and `beta_slow` turns within the original context."""
-    original = scaling["original_max_position_embeddings"]
-    base = 2 * math.log(rope.theta)
-    low = rope.width * math.log(original / (2 * math.pi * scaling["beta_fast"])) / base
-    high = rope.width * math.log(original / (2 * math.pi * scaling["beta_slow"])) / base
-    if scaling["truncate"]:
-        low = math.floor(low)
-        high = math.ceil(high)
-    return max(float(low), 0.0), min(float(high), rope.width - 1.0)
+SCALINGS = {"linear": scale_linear, "llama3": scale_llama3}
 
 
 class RotaryEmbeddings(nn.Module):
@@ -342,6 +331,9 @@ class RotaryEmbeddings(nn.Module):
         angles = self.backend.rope_angles
         freqs = self.buffers()
         return tuple(angles(freq, positions, by) for freq, by in zip(freqs, self.factors))
+
+
+# ---------------------------------------------------------------------------------------- the pass
 
 
 class Layer(nn.Module):
@@ -398,14 +390,10 @@ def run_layers(
 
 
 class Transformer(nn.Module):
-    """The target model: embedding, layers, final norm, LM head.
+    """The target model: embedding, layers, final norm, LM head."""
 
-    `fuse` makes passes over a cache run in one C++ call, or in fewer launches, which computes the
-    same.
-    """
-
-    fused: FusedModel | None = None  # runs passes over a cache, on a CPU
-    fused_layers: FusedLayers | None = None  # runs in place of `layers`, on CUDA
+    # runs passes over a cache in place of the layers; None: the steps run
+    program: Any = None
     backend: Backend = TORCH  # chosen while loading
 
     def __init__(self, config: ModelConfig):
@@ -442,31 +430,24 @@ class Transformer(nn.Module):
         Returns: features after the final norm, [B, T, F] in the weights' dtype; with aux_layers,
             the aux hidden states of these layers (see `run_layers`) behind them.
         """
-        if self.fused is not None and cache is not None:
-            return self.fused(tokens, positions, cache, window, aux_layers)
+        if self.program is not None and cache is not None:
+            return self.program(tokens, positions, cache, window, run_part, aux_layers)
         rows = run_part(self.embed, tokens, positions, window)
-        if self.fused_layers is not None and cache is not None:
-            rows = self.fused_layers.begin(rows)
-            segments = self.fused_layers.segments
-            rows, aux = run_layers(segments, rows, cache, run_part, aux_layers)
-            rows = self.fused_layers.end(rows)
-        else:
-            rows, aux = run_layers(self.layers, rows, cache, run_part, aux_layers)
-            rows = run_steps(self.last, self, rows)
+        rows, aux = run_layers(self.layers, rows, cache, run_part, aux_layers)
+        return self.features(run_steps(self.last, self, rows), aux)
+
+    def features(self, rows: Rows, aux: list[Tensor]) -> Tensor:
+        """Return the result of a pass: the last rows, and aux hidden states behind them."""
         return torch.cat((rows.h, *aux), -1).to(self.norm.weight.dtype)
 
     def fuse(self, enable: bool) -> None:
-        """Run passes over a cache in one C++ call, where that is served; on CUDA in few launches.
+        """Let the backend's program run passes over a cache, if it has one. Writes: program."""
+        self.program = self.backend.model_program(self) if enable else None
 
-        enable: on a CPU
-        Writes: `fused`, `fused_layers`.
-        """
-        self.fused = None
-        self.fused_layers = None
-        if self.backend.merges_steps:
-            self.fused_layers = FusedLayers(self.layers, self.last, self)
-        elif enable and self.backend.runs_passes and fits(steps_of(self)):
-            self.fused = FusedModel(self)
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """What `run_part` calls beside `embed`: the layers, or what a program has for them."""
+        return self.layers if self.program is None else self.program.segments
 
     def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
         """Return the first layer's inputs: embeddings, RoPE's angles, and what each token sees.
@@ -474,20 +455,15 @@ class Transformer(nn.Module):
         tokens, positions: [B, T]
         """
         rows = run_steps(self.first, self, self.begin(tokens, positions, window))
-        return replace_fields(rows, h=None, tokens=None)
+        return replace_fields(rows, h=None).put("tokens", None)
 
     def begin(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
         """Return the inputs of the steps before the layers. Arguments: as for `embed`."""
         x = to_stream_dtype(self.embedding(tokens))
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        return Rows(
-            x,
-            x,
-            tokens=tokens,
-            ropes=self.ropes(positions),
-            windows=windows_of(self.windows, window, self.backend),
-        )
+        windows = windows_of(self.windows, window, self.backend)
+        return Rows(x, x, self.ropes(positions), windows=windows, named={"tokens": tokens})
 
     def logits(self, features: Tensor) -> Tensor:
         """Return scores of tokens, [..., V] fp32.

@@ -688,8 +688,12 @@ class Loader:
         if packed:
             module.pack(self.packed(theirs, shape))
             return
-        value = self.parameter(theirs, shape, self.storage.dtype)
+        value = self.parameter(theirs, shape, self.dtype_of(module, leaf))
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
+        """Return the dtype of a parameter that stays float."""
+        return self.storage.dtype
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a parameter that stays float: [N], [N, K], or of experts, [E, N] or [E, N, K]."""

@@ -12,7 +12,7 @@ On other devices the merged steps compute what their parts do, and gain nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 from backends import epilogues
 from backends.epilogues import LazyMatmul, UnnormalizedRows, lazy_of, run_lazily
+from eagle_draft import EagleHead, HeadPasses
+from kv_cache import KVCache, Window
+from model import Transformer, run_layers
 from runtime import replace_fields
-from steps import Add, Gate, HeadNorm, Norm, Project, Rotate, Rows, Step, run_steps
+from steps import Add, Gate, Norm, Project, Rotate, Rows, Step, run_steps
 
 # the names of the next layer's norm and of the projection that reads it, in a segment
 NEXT_NORM = "next_norm"
@@ -33,14 +36,14 @@ class ProjectRotate(Step):
     """A projection to queries, keys and values, their norms if there are any, and `Rotate`."""
 
     project: Project
-    head_norm: HeadNorm | None
+    head_norm: Step | None  # that `norms_heads`
     rotate: Rotate
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        if rows.windows is None:  # without a cache
+        if rows.windows is None or not layer.backend.merges_steps:
             parts = [self.project, self.head_norm, self.rotate]
             return run_steps(filter(None, parts), layer, rows)
-        qkv = run_lazily(getattr(layer, self.project.name), getattr(rows, self.project.source))
+        qkv = run_lazily(getattr(layer, self.project.name), rows.get(self.project.source))
         if isinstance(qkv, Tensor):
             qkv = qkv.unflatten(-1, (-1, self.rotate.head_dim))  # [B, T, H + 2 Hkv, E]
         norms = None
@@ -109,7 +112,7 @@ def add_norm(
     # in fp16, x w may overflow
     if reader and x.dtype != torch.float16 and lazy_of(getattr(layer, reader), x):
         stream, h = epilogues.add_norm(x, delta, *operands)
-    elif isinstance(delta, Tensor):
+    elif isinstance(delta, Tensor) and backend.merges_steps:
         stream, h = backend.add_norm(x, delta, *operands)
     else:
         stream = epilogues.add(x, delta)
@@ -129,7 +132,7 @@ def _stores(step: Step | None) -> bool:
 
 def _norms_two(step: Step | None) -> bool:
     """Return whether a step norms queries and keys, and no values."""
-    return isinstance(step, HeadNorm) and not step.values
+    return step is not None and step.norms_heads
 
 
 def _reader(steps: Sequence[Step]) -> str:
@@ -139,7 +142,7 @@ def _reader(steps: Sequence[Step]) -> str:
     """
     first, second, third = (*steps[:3], None, None, None)[:3]
     merges = _stores(third) if _norms_two(second) else _stores(second)
-    return first.name if _is_dense(first) and (merges or second == Gate("silu")) else ""
+    return first.name if _is_dense(first) and (merges or second == Gate()) else ""
 
 
 def _reads_stream(step: Step | None) -> bool:
@@ -165,7 +168,7 @@ def fuse(steps: Sequence[Step], behind: str) -> tuple[Step, ...]:
             merged = (ProjectRotate(step, None, second), 2)
         elif _is_dense(step) and _norms_two(second) and _stores(third):
             merged = (ProjectRotate(step, second, third), 3)
-        elif _is_dense(step) and second == Gate("silu"):
+        elif _is_dense(step) and second == Gate():
             merged = (ProjectGate(step), 2)
         elif _is_dense(step) and isinstance(second, Add) and _reads_stream(third):
             merged = (AddNorm(step, third, reader(3)), 3)
@@ -211,7 +214,7 @@ class Segment(nn.Module):
         return run_steps(self.steps, self, rows)
 
 
-class FusedLayers:
+class MergedLayers:
     """The layers of a model in segments, with the norms before the first and behind the last."""
 
     def __init__(self, layers: Sequence[nn.Module], last: Sequence[Step], owner: nn.Module):
@@ -237,3 +240,48 @@ class FusedLayers:
         if isinstance(rows.h, UnnormalizedRows) or not _reads_stream(self.last[0]):
             return run_steps(self.last, self.owner, rows)
         return run_steps(self.last[1:], self.owner, rows)
+
+
+class MergedModel(MergedLayers):
+    """The passes of a `Transformer` over a cache, in place of its layers."""
+
+    in_cpp = False
+
+    def __init__(self, model: Transformer):
+        super().__init__(model.layers, model.last, model)
+        self.model = model
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        window: Window,
+        run_part: Callable,
+        aux_layers: tuple[int, ...],
+    ) -> Tensor:
+        """Do as `Transformer.forward`."""
+        rows = self.begin(run_part(self.model.embed, tokens, positions, window))
+        rows, aux = run_layers(self.segments, rows, cache, run_part, aux_layers)
+        return self.model.features(self.end(rows), aux)
+
+
+class MergedHead(HeadPasses):
+    """The passes of an `EagleHead` over a cache."""
+
+    def __init__(self, head: EagleHead, embedding: nn.Module):
+        super().__init__(head, embedding)
+        self.merged = MergedLayers(head.layers, head.last, head)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        window: Window,
+    ) -> Tensor:
+        """Do as `EagleHead.forward`."""
+        rows = self.merged.begin(self.head.start(embedded, features, positions, window))
+        rows, _ = run_layers(self.merged.segments, rows, cache)
+        return self.merged.end(rows).h.to(self.head.dtype)

@@ -9,6 +9,7 @@ ADDS = {
         "residual": "drafts.residual",
         "auto": "drafts.auto_trees",
         "stand_in": "drafts.stand_in",
+        "parallel eagle": "drafts.parallel_eagle:ParallelEagleDrafter",
     },
     "operators": {"lookups": "drafts.operators", "cuts": "drafts.cuts"},
 }

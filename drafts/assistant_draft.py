@@ -27,16 +27,17 @@ from torch import Tensor, nn
 from draft_tree import DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod
 from drafts.level_draft import head_options, last_of
-from eagle_draft import EagleDrafter, EagleHead, EagleState, fill
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, EagleState, fill
+from files.checkpoint import saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.fields import FLAG, integer, key, naming, read_fields, text_part
-from files.heads import EagleConfig, check_sizes
+from files.heads import check_sizes
 from files.io import read_json
-from files.weights import check_layers, layer_names
+from files.keys import WIDTH
+from files.weights import check_layers
 from kv_cache import KVCache, Window, causal_window, sliding
-from model import Transformer, run_layers, windows_of
+from model import Transformer, layer_names, run_layers, windows_of
 from models.gemma4 import Gemma4, read_config
-from models.keys import WIDTH
 from options import require
 from quantize import Linear, Quantization
 from run.options import GenerateConfig
@@ -198,6 +199,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     for i in range(model.n_layers):
         beside = f"layers.{i}."
         names |= layer_names(beside, f"model.{beside}", model.layer(i), model.names)
+    quant = saved_quantization(files.config, path) or quant
     fill(head, target, files, names, quant, lambda name: name in (EMBEDDING, ORDER))
     if model.centroids:
         order = files.read(ORDER).long() if ORDER in files.readers else torch.empty(0)

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
-from eagle_draft import is_same_embedding
+from eagle_draft import draft_lm_head, is_same_embedding
 from files.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from files.checkpoint import WeightFiles, saved_quantization
-from files.heads import draft_lm_head, head_files
+from files.heads import head_files
 from files.io import is_gguf
 from kv_cache import KVCache, Window, causal_window
 from model import RotaryEmbeddings, Transformer, windows_of
@@ -111,7 +111,9 @@ class BlockHead(Transformer):
 
     def fuse(self, enable: bool) -> None:
         """Run the pass in one C++ call or in fewer launches; C++ knows other windows than these."""
-        super().fuse(enable and not self.config.model.windows)
+        super().fuse(enable)
+        if self.program is not None and self.program.in_cpp and self.config.model.windows:
+            self.program = None
 
     def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:
         """Return the first layer's inputs. window: of the layers that see all, over a block"""

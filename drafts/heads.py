@@ -28,5 +28,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         kept = texts_for(config, target, tokenizer)
         added["graft"] = Ngram.from_config(config, kept)
         policy = PresetPolicy(kept)
-    drafter = load_drafter(target, config, **added)
+    form = (config.quant_draft, config.group_size)
+    added["children"] = config.child_rule
+    drafter = load_drafter(target, config.head, config.draft_tree, *form, **added)
     return PresetMethod((drafter,), tree_options(drafter), policy=policy)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
-from files.heads import draft_lm_head
+from eagle_draft import draft_lm_head
 from kv_cache import Window
 from model import Transformer
 from options import require

@@ -35,7 +35,7 @@ def scored(
     Returns: [W, R] fp32, their log-probabilities; [W, R, likeliest], the likeliest tokens at their
         places, and the log-probabilities of these.
     """
-    with single_torch_thread(target.fused is not None):
+    with single_torch_thread(target.program is not None):
         logits = target.logits(features)  # [W, R, V] fp32
         top, ids, total = target.backend.topk(logits, max(1, likeliest))
         own = logits.gather(2, tokens[:, :, None]) - total  # [W, R, 1]

@@ -230,7 +230,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
             log_note(f"{rounded}; --set quant_draft=none leaves it as it is")
     model = load_model(path, dtype, str(weight.device), quant)
     require(
-        not any(map(model.config.state_shape, range(model.config.n_layers))),
+        model.config.state_shapes is None,
         f"the draft model {path} has recurrent layers, and levels of a tree that are drafted one "
         "after the other have no states; use another draft model, or --draft ngram",
     )

@@ -20,12 +20,12 @@ import torch
 
 from drafters import DraftMethod
 from drafts.level_draft import head_options
-from eagle_draft import EagleDrafter, EagleHead, fill
-from files.checkpoint import TensorSource
-from files.config import EMBEDDING, LM_HEAD, need_mtp, open_source
-from files.heads import EagleConfig, check_sizes, draft_lm_head
-from files.weights import layer_names
-from model import Mtp, Transformer
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, draft_lm_head, fill
+from files.checkpoint import TensorSource, saved_quantization
+from files.config import EMBEDDING, LM_HEAD, open_source
+from files.heads import check_sizes
+from files.mtp import Mtp, need_mtp
+from model import Transformer, layer_names
 from options import log_note
 from quantize import Quantization
 from run.options import GenerateConfig
@@ -106,6 +106,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         is_shared = name.removeprefix(mtp.prefix) in SHARED
         return is_shared or name.startswith(further) or not name.startswith(mtp.prefix)
 
+    quant = saved_quantization(files.config, path) or quant
     fill(head, target, files, mtp_names(mtp), quant, is_unused)
     return head
 

@@ -23,7 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from steps import Attend, Gate, HeadNorm, Norm, Project, Rotate, Route, SplitGate, Step
+from models.steps import GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend
+from steps import Attend, Gate, Norm, PartNorm, Project, Rotate, Route, Step
+
+GATES = (Gate, GeluGate)
 
 # writes a tensor, its first argument, with that of the small model, if there is one
 Writer = Callable[[Tensor, Tensor | None], None]
@@ -111,8 +114,8 @@ class Heads(NamedTuple):
         attention = next(pair for pair in steps if isinstance(pair[0], Attend))
         # the divisor of the scores, squared
         before, after = (
-            attend.scale**-2 if attend.scale else rotate.head_dim
-            for attend, rotate in zip(attention, (small, large))
+            attend.scale**-2 if isinstance(attend, WindowAttend) and attend.scale else rope.head_dim
+            for attend, rope in zip(attention, (small, large))
         )
         return Heads(small, large, math.sqrt(after / before))
 
@@ -272,6 +275,7 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
     """
     for small, _ in steps:
         has_places = isinstance(small, (Norm, HeadNorm, Route, Project))
+        has_places = has_places and not isinstance(small, PartNorm)
         if not has_places and (small.parameters() or isinstance(small, SplitGate)):
             raise ValueError(
                 f"models with a step {type(small).__name__} have no stand-ins; use another model, "
@@ -281,7 +285,10 @@ def recipes_of(steps: Sequence[Pair]) -> dict[str, list[TensorRecipe]]:
     for i, (small, large) in enumerate(steps):
         if isinstance(small, Norm):
             outputs = leading_outputs(small.dim, large.dim)
-            recipes[f"{small.name}.weight"] = [vector(write_norm, outputs, one=int(small.plus_one))]
+            counts_from_one = isinstance(small, OffsetNorm)
+            recipes[f"{small.name}.weight"] = [
+                vector(write_norm, outputs, one=int(counts_from_one))
+            ]
         elif isinstance(small, HeadNorm):
             heads = Heads.of(steps)
             for name, gain in (("q_norm", heads.gain), ("k_norm", 1.0)):
@@ -305,8 +312,8 @@ def projection_outputs(steps: Sequence[Pair], i: int) -> list[Outputs]:
     small, large = steps[i]
     if small.row_parallel:  # its result is added to the residual stream
         return [leading_outputs(small.outputs, large.outputs)]
-    reader = next(step for step, _ in steps[i:] if isinstance(step, (Rotate, Gate)))
-    if isinstance(reader, Gate):
+    reader = next(step for step, _ in steps[i:] if isinstance(step, (Rotate, *GATES)))
+    if isinstance(reader, GATES):
         neurons = (small.outputs // 2, large.outputs // 2)
         return [leading_outputs(*neurons, mute=True), leading_outputs(*neurons)]
     heads = Heads.of(steps)
@@ -317,10 +324,10 @@ def projection_outputs(steps: Sequence[Pair], i: int) -> list[Outputs]:
 def projection_inputs(steps: Sequence[Pair], i: int) -> Inputs:
     """Return the columns of projection i, by the step whose result it reads."""
     small, large = steps[i]
-    writers = (step for step, _ in reversed(steps[:i]) if isinstance(step, (Norm, Attend, Gate)))
+    writers = (step for step, _ in reversed(steps[:i]) if isinstance(step, (Norm, Attend, *GATES)))
     writer = next(writers)
     if isinstance(writer, Attend):
         return Heads.of(steps).attended()
-    if isinstance(writer, Gate):
+    if isinstance(writer, GATES):
         return leading_inputs(small.inputs, large.inputs, small.inputs)
     return channels(small.inputs, large.inputs)

@@ -38,11 +38,11 @@ from drafts.places import (
     write_beside,
     write_bias,
 )
+from eagle_draft import EagleConfig, head_names
 from files.checkpoint import TensorSource, WeightFiles, saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source, read_config
-from files.heads import EagleConfig, head_names, version_of
-from files.weights import layer_names, weight_names
-from model import DTYPES, ModelConfig, Transformer, rope_frequencies
+from files.heads import read_eagle2, version_of
+from model import DTYPES, ModelConfig, Transformer, layer_names, rope_frequencies, weight_names
 from run.options import GenerateConfig
 from run.tp import split_inputs
 
@@ -280,7 +280,7 @@ def inflate_head(
     shape = replace(shape, n_layers=small.n_layers)
     check_fit(small, shape, path, spare_neurons=1)
     config = large_config(files, small, shape, dtype) | {"bias": True}
-    large = EagleConfig.from_dir(path, config).model
+    large = read_eagle2(path, config).model
     check_ropes(small, large, path)
     recipes = layer_recipes(small, large)
     stream = leading_outputs(small.dim, large.dim)
@@ -417,9 +417,8 @@ def large_config(
         "rms_norm_eps": (small.norm_eps * small.dim - constant(small) ** 2) / shape.dim,
         "tie_word_embeddings": False,  # channel d differs between embedding and LM head
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "stand_in": f"a {shape.name}-shaped function of {path.resolve().name}",
     }
-    if small.expert_dim:
+    if "moe_intermediate_size" in raw:
         sizes["moe_intermediate_size"] = shape.ffn_dim
     return raw | sizes | layer_keys(raw, shape.n_layers)
 
@@ -455,7 +454,7 @@ def head_config(path: Path) -> EagleConfig:
             f"--set inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
             "name another --head"
         )
-    return EagleConfig.from_dir(path)
+    return read_eagle2(path)
 
 
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:

@@ -5,5 +5,6 @@ Hugging Face directories in safetensors and heads in the official layouts.
 
 NEEDS = ()
 ADDS = {
-    "reader": {"loader": "files.weights:CheckpointLoader"},
+    "reader": {"loader": "files.weights:CheckpointLoader", "head": "files.heads:read_source"},
+    "rope": {"yarn": "files.ropes:yarn", "proportional": "files.ropes:proportional"},
 }

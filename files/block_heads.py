@@ -51,11 +51,11 @@ from files.heads import (
     layer_config,
     order_rows,
 )
-from files.weights import check_layers, layer_names
-from model import ModelConfig
+from files.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
+from files.weights import check_layers
+from model import ModelConfig, layer_names
 from models.block_head import BlockModel
 from models.correlator import Correlator, HFCorrelator
-from models.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
 from options import log_note
 
 TAPS = Rule(

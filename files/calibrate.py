@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from files.io import read_jsonl
 from files.tokenizer import Tokenizer, has_tokenizer
-from files.weights import load_model, weight_names
-from model import Transformer
+from files.weights import load_model
+from model import Transformer, weight_names
 from options import ROOT, log_note
 from quantize import AT_ONCE, Linear, round_int4, search_scale
 from steps import run_steps

@@ -8,9 +8,7 @@ Not here: how the files hold quantized weights (quantize.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backends.library import has_cpu_operators
+from files import registry
 from files.checkpoint import (
     TensorSource,
     WeightFiles,
@@ -31,12 +30,10 @@ from files.gguf_blocks import keeps_blocks
 from files.gguf_header import read_header
 from files.head_kinds import gguf_head_kind, head_kind
 from files.io import bundled_head, is_gguf, read_json
+from files.keys import HFLayerTypes, all_ids, check_layer_types
 from files.known_heads import own_head
 from files.stacks import StackedFiles, has_stacks, plain_config
-from model import ModelConfig, Mtp
-from models import registry
-from models.keys import HFLayerTypes, all_ids, check_layer_types
-from models.qwen3_next import split_projections
+from model import ModelConfig
 from options import log_note
 from quantize import BLOCKS
 from run.methods import MTP, head_kinds
@@ -92,11 +89,11 @@ def open_files(path: Path) -> WeightFiles:
     """
     files = WeightFiles(path)
     readers = files.readers
-    if str(files.config.get("model_type")).startswith(STACKED):
-        readers = split_stacks(readers)
-    if files.config.get("model_type") == "qwen3_next":
+    row = registry.row_of(None, files.config.get("model_type"))
+    rename = getattr(row.load(), "rename", None) if row else None
+    if rename:
         with naming(path / "config.json"):
-            readers = split_projections(readers, files.config)
+            readers = rename(readers, files.config)
     is_head = "fc.weight" in readers  # a draft head's names have no prefix
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
@@ -114,58 +111,6 @@ def open_files(path: Path) -> WeightFiles:
             files.config["tie_word_embeddings"] = False
     files.readers = readers
     return files
-
-
-# the beginning of the types of models with such tensors or names
-STACKED = ("qwen3_5_moe", "qwen3_next", "gemma4", "glm4", "lfm2")
-# a stack of all experts' matrices -> the matrices of an expert, one below the other; those of
-# gpt-oss, in stacks.py, lie in another order
-STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
-GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
-# names that are not as in other models -> such as others have
-BARE = {
-    ".layer_scalar": ".layer_scalar.weight",
-    ".router.scale": ".router.scale.weight",
-    ".router.per_expert_scale": ".router.proj.expert_scale",
-    ".embedding_norm.weight": ".norm.weight",
-    ".expert_bias": ".gate.e_score_correction_bias",
-}
-
-
-def split_stacks(readers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Name each matrix of a feed-forward, or of each expert, that a file may hold in one tensor.
-
-    And name what has no module as the weight of one.
-    """
-    split = {}
-    for name, read in readers.items():
-        if name.endswith(GATE_ABOVE_UP):
-            for half, matrix in enumerate(("gate_proj", "up_proj")):
-                both = partial(_half, read, half)
-                split[name.replace("gate_up_proj", matrix)] = both
-            continue
-        bare = next((end for end in BARE if name.endswith(end)), None)
-        if bare:
-            split[name.removesuffix(bare) + BARE[bare]] = read
-            continue
-        matrices = next((STACKS[end] for end in STACKS if name.endswith(end)), None)
-        if matrices is None or read().dim() != 3:
-            split[name] = read
-            continue
-        layer, _, _ = name.rpartition(".")
-        for expert in range(len(read())):
-            for number, matrix in enumerate(matrices):
-                of_one = partial(_matrix, read, expert, number, len(matrices))
-                split[f"{layer}.{expert}.{matrix}.weight"] = of_one
-    return split
-
-
-def _half(read: Callable[[], Tensor], half: int) -> Tensor:
-    return read().chunk(2)[half]
-
-
-def _matrix(read: Callable[[], Tensor], expert: int, number: int, count: int) -> Tensor:
-    return read()[expert].chunk(count)[number]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -220,7 +165,7 @@ def check_kinds(raw: dict, config: ModelConfig) -> None:
 
     raw: config.json. Raises: ValueError.
     """
-    if not config.windows and not any(map(config.state_shape, range(config.n_layers))):
+    if not config.windows and config.state_shapes is None:
         check_layer_types(read_fields(raw, HFLayerTypes).layer_types, config.n_layers)
 
 
@@ -268,29 +213,6 @@ def config_from(
     """
     config = registry.row_named(architecture).load().read_config(raw, architecture)
     return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
-
-
-def find_mtp(path: Path, files: TensorSource | None = None) -> Mtp | None:
-    """Return the MTP layer that a checkpoint holds, by the names of its tensors, if it does.
-
-    files: of the checkpoint, where they are open already
-    """
-    files = files or open_source(path)
-    mtp = read_config(path, files.config).mtp
-    held = mtp and any(name.startswith(mtp.prefix) for name in (*files.readers, *files.quantized))
-    return mtp if held else None
-
-
-def need_mtp(path: Path, files: TensorSource) -> Mtp:
-    """Return the MTP layer of a checkpoint. Raises: ValueError where it has none."""
-    mtp = find_mtp(path, files)
-    if mtp is None:
-        known = read_config(path, files.config).mtp
-        seen = f"no tensor {known.prefix}*" if known else "its architecture has none that is read"
-        raise ValueError(
-            f"{path} holds no MTP layer ({seen}); drop --draft mtp, or use a checkpoint with it"
-        )
-    return mtp
 
 
 # ------------------------------------------------------------------------------ beside a target

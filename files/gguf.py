@@ -31,8 +31,8 @@ from files.checkpoint import TensorSource
 from files.gguf_blocks import Blocks
 from files.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from files.gguf_tokenizer import end_ids, special_id
+from files.registry import gguf_names, gguf_refusal, row_named, row_of_gguf
 from model import Rope, rope_frequencies
-from models.registry import GGUF_NAMES, gguf_refusal, row_named, row_of_gguf
 
 STORED = ("F32", "F16", "BF16")
 # torch warns of a mapping that cannot be written to; nothing writes to this one
@@ -81,7 +81,7 @@ class GgufFile(TensorSource):
     """The tensors of a GGUF file: as numbers, or after `keep_blocks` in their blocks."""
 
     makes_tensors = True
-    architectures: tuple[str, ...] = GGUF_NAMES
+    architectures: tuple[str, ...] = ()  # that the file may be of; (): the models'
     names = NAMES
     further_names: dict[str, str] = {}  # of a layer, beside the architecture's
 
@@ -94,7 +94,7 @@ class GgufFile(TensorSource):
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
         architecture = header.metadata.read("general.architecture", str)
-        if architecture not in self.architectures:
+        if architecture not in (self.architectures or gguf_names()):
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}

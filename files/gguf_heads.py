@@ -25,7 +25,7 @@ from torch import Tensor
 
 from files.gguf import NAMES, GgufFile, config_of, embedding_shape
 from files.gguf_header import Header, read_header
-from models.keys import FULL, SLIDING
+from files.keys import FULL, SLIDING
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"

@@ -26,9 +26,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drafters import DraftVocab
+from eagle_draft import MASK, Eagle3, EagleConfig, HeadSource
 from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
 from files.config import HFArchitecture, config_from, open_source
 from files.fields import (
@@ -44,12 +44,12 @@ from files.fields import (
     read_fields,
 )
 from files.io import is_gguf, read_json
+from files.keys import WIDTH, HFConfig, HFSwiGLU
 from files.untrusted import load_pickle, read_untrusted
-from files.weights import check_layers, layer_names
+from files.weights import check_layers
 from model import ModelConfig
-from models.keys import WIDTH, HFConfig, HFSwiGLU
-from options import log_note, require
-from quantize import BLOCKS, FORMATS, Linear, Quantization, decode, fit_group
+from options import load_part, log_note, require
+from quantize import BLOCKS, decode
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -138,54 +138,22 @@ OFF = {  # keys that change nothing with this value
     "use_mtp_layernorm": False,
 }
 BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
-MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
 # vLLM's and NeMo's names, see `_last_norm`
 FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
 
 
-@dataclass(frozen=True)
-class Eagle3:
-    """The parts of a head of version 3 besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
+def read_eagle2(path: Path, raw: dict | None = None) -> EagleConfig:
+    """Read `path/config.json` of version 1 or 2, or take `raw` for its content.
 
-    # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
-    aux_layers: tuple[int, ...]
-    target_dim: int  # their width
-    draft_vocab: int  # Vd, tokens that it drafts
-    norm_before_fc: bool = False  # a norm over all that fc fuses
-    fc_norm: bool = False  # a norm over each of them
-    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
-    # "logits": the last norm is for the logits only; "fed": also for the hidden state that is fed
-    # back; "none": there is no last norm
-    last_norm: str = "logits"
-    embedding: str = ""  # the tensor of its own embedding; "": the target's
-    lm_head: str = "lm_head.weight"  # of its own LM head; "": the target's
-    # P-EAGLE: the token of the positions that draft the levels below the first; None: it drafts
-    # level by level
-    mask_token: int | None = None
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """The config of a head by its own files; nothing is taken from the target."""
-
-    model: ModelConfig  # dims, KV heads, eps, RoPE base of the head's layers
-    fc_bias: bool = True  # key `bias`; absent means True in versions 1 and 2
-    sharpness: float = 1.0  # key `draft_sharpness` (ours): c in log softmax(c z), see drafters.py
-    eagle3: Eagle3 | None = None  # None: version 1 or 2
-
-    @staticmethod
-    def from_dir(path: Path, raw: dict | None = None) -> EagleConfig:
-        """Read `path/config.json` of version 1 or 2, or take `raw` for its content.
-
-        Raises: ValueError for a missing or broken file or key.
-        """
-        raw = raw or read_json(path / "config.json")
-        model = layer_config(path, raw)
-        with naming(path / "config.json"):
-            hf = read_fields(raw, HFEagle2Head)
-        _check_inputs(path, hf)
-        model = replace(model, qkv_bias=hf.qkv_bias, o_bias=False, mlp_bias=False)
-        return EagleConfig(model, fc_bias=hf.bias, sharpness=hf.draft_sharpness)
+    Raises: ValueError for a missing or broken file or key.
+    """
+    raw = raw or read_json(path / "config.json")
+    model = layer_config(path, raw)
+    with naming(path / "config.json"):
+        hf = read_fields(raw, HFEagle2Head)
+    _check_inputs(path, hf)
+    model = replace(model, qkv_bias=hf.qkv_bias, o_bias=False, mlp_bias=False)
+    return EagleConfig(model, fc_bias=hf.bias, sharpness=hf.draft_sharpness)
 
 
 def layer_config(path: Path, raw: dict) -> ModelConfig:
@@ -341,53 +309,6 @@ def _names_in(file: Path) -> list[str]:
         return []
 
 
-def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
-    """Return our parameter's name -> the official head's tensors."""
-    eagle3 = config.eagle3
-    names = {}
-    if eagle3 is None or eagle3.aux_layers:
-        names["fc.weight"] = ("fc.weight",)
-        if config.fc_bias:
-            names["fc.bias"] = ("fc.bias",)
-    for i in range(config.model.n_layers):
-        theirs = f"layers.{i}."
-        if eagle3 and i == 0:
-            theirs = "midlayer."
-        steps = config.model.layer(i)[i == 0 :]  # the first layer has no norm before its attention
-        names |= layer_names(f"layers.{i}.", theirs, steps, config.model.names)
-    if eagle3 is None:
-        return names
-    norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
-    if eagle3.last_norm == "fed":
-        norms["norm"] = "norm"
-    elif eagle3.last_norm == "logits":
-        norms["output_norm"] = "norm"
-    if eagle3.norm_before_fc:
-        norms["input_norm"] = "input_norm"
-    if eagle3.fc_norm:
-        norms |= {f"fc_norm_{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
-    names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
-    if eagle3.embedding:
-        names["embedding.weight"] = (eagle3.embedding,)
-    if eagle3.lm_head:
-        names["lm_head.weight"] = (eagle3.lm_head,)
-    if eagle3.mask_token is not None:
-        names[MASK] = (MASK,)
-    return names
-
-
-def is_unused(name: str, config: EagleConfig) -> bool:
-    """Return whether a head's tensor may stay unused.
-
-    Official files of versions 1 and 2 repeat the target's embedding. `t2d` lists the tokens that
-    `d2t` reaches. Speculators may hold the norm and the LM head of their target.
-    """
-    endings = ("d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
-    if config.eagle3:
-        endings += ("verifier_norm.weight", "verifier_lm_head.weight")
-    return name.endswith(endings)
-
-
 # ---------------------------------------------------------------------------- config of a head
 
 
@@ -398,7 +319,7 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     """
     path = files.path
     if files.version < 3:
-        config = EagleConfig.from_dir(path, files.config)
+        config = read_eagle2(path, files.config)
     else:
         config = _read_eagle3(files, target.n_layers)
     config = replace(config, model=_with_own_layers(config.model, files, target.n_layers))
@@ -416,6 +337,24 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
             "embed_tokens, fc and lm_head: download it again"
         )
     return config
+
+
+def read_source(
+    path: Path, target: ModelConfig, form: str = "", source: TensorSource | None = None
+) -> HeadSource:
+    """Read a head in any layout, as `eagle_draft.read_official` does in one.
+
+    form: codes of another format are read as their numbers; "": they stay
+    Raises: ValueError for a head of another target, or broken files.
+    """
+    if source is None:
+        source = head_files(path, form) if form else WeightFiles(path)
+    saved = saved_quantization(source.config, path)
+    files = HeadFiles(path, source)
+    config = read_head(files, target)
+    ids = draft_vocab(files, config)
+    print_notes(files, config)
+    return HeadSource(files, config, ids, saved)
 
 
 def check_sizes(
@@ -504,7 +443,9 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     _check_inputs(path, hf)
     model = layer_config(path, raw if layer is None else layer)
     biases = {kind: f"midlayer.{name}.bias" in tensors for kind, name in BIASES.items()}
-    model = replace(model, qk_norm="midlayer.self_attn.q_norm.weight" in tensors, **biases)
+    model = replace(model, **biases)
+    if "midlayer.self_attn.q_norm.weight" in tensors:
+        model = load_part("architecture", "Qwen3ForCausalLM").with_head_norms(model)
     vocab = _draft_vocab_size(files, hf, model.vocab_size)
     norms = {
         "norm_before_fc": hf.norm_before_fc or "input_norm.weight" in tensors,
@@ -621,7 +562,7 @@ def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int)
     return aux_layers
 
 
-def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> DraftVocab | None:
+def draft_vocab(files: TensorSource, config: EagleConfig) -> Tensor | None:
     """Return the tokens that a head drafts; None: the target's.
 
     In files of versions 1 and 2, `d2t` is ours (scripts/train/losses.py).
@@ -632,13 +573,15 @@ def draft_vocab(files: HeadFiles, config: EagleConfig, device: torch.device) -> 
     """
     eagle3 = config.eagle3
     size = config.model.vocab_size
-    count = eagle3.draft_vocab if eagle3 else _d2t_size(files, size)
+    count = files.read("d2t").numel() if "d2t" in files.readers else size
+    if eagle3:
+        count = eagle3.draft_vocab
     if count == size:  # the official code drops d2t then
         return None
     ids, order = drafted_ids(files, count, size)
     if eagle3:
         order_rows(files, eagle3.lm_head, order)
-    return DraftVocab(size, ids.to(device))
+    return ids
 
 
 def order_rows(files: TensorSource, name: str, order: Tensor) -> None:
@@ -685,28 +628,3 @@ def drafted_ids(files: TensorSource, count: int, size: int) -> tuple[Tensor, Ten
 
 def _read_permuted(read: Callable[[], Tensor], order: Tensor) -> Tensor:
     return read()[order]
-
-
-# -------------------------------------------------------------------------------------- LM heads
-
-
-def draft_lm_head(
-    model: nn.Module, quant: Quantization | None, ids: Tensor | None = None
-) -> nn.Module:
-    """Return a model's LM head, or a copy in the draft's format or with some tokens' rows only.
-
-    ids: [Vd] int64, the tokens to keep; None: all
-    """
-    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
-    own = model.lm_head
-    if ids is not None:
-        own = own.rows(ids)
-    if quant is None or quant.is_blocks:  # blocks are a file's own
-        return own
-    if own.format == quant.format:
-        fits = own.format == "int8" or own.group_size == (quant.group_size or own.group_size)
-        if fits:
-            return own
-    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
-    weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
-    return Linear.of(weight, fp32_out=True, backend=own.backend)

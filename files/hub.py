@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from files.gguf_header import PART
 from files.io import HUB_NAME
-from models.registry import check_architecture
+from files.registry import check_architecture
 from options import log_note, one_line, require
 
 # the weights of a model or of an EAGLE or block head, in the order of choice; Medusa's and Hydra's

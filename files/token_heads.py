@@ -22,8 +22,7 @@ from draft_tree import MAX_NODES
 from files.checkpoint import TensorSource
 from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from files.heads import NEUTRAL
-from files.weights import layer_names
-from model import ModelConfig
+from model import ModelConfig, layer_names
 from options import log_note
 
 COUNT = integer(1, MAX_NODES - 1)

@@ -18,7 +18,7 @@ import ctypes
 import math
 import platform
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from files.checkpoint import (
 from files.config import EMBEDDING, open_source, read_config
 from files.gguf_blocks import Blocks, Numbers
 from files.io import StatusLine, is_gguf
-from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer
+from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer, weight_names
 from options import log_note, one_line
 from quantize import (
     BLOCKS,
@@ -65,7 +65,6 @@ from quantize import (
 )
 from reference import choose, use_backend
 from run.stats import check_memory
-from steps import IN_FP32, Project, Step
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
@@ -74,38 +73,6 @@ SMALL = 2**29
 PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 # biases that some models have in part; a mixture has all of its own, or its file is damaged
 OPTIONAL = re.compile(r"\.(self_attn|mlp)\.\w+_proj\.bias$")
-
-
-def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Return our parameter's name -> the Hugging Face tensors of its rows, in their order."""
-    names = {
-        "embedding.weight": ("model.embed_tokens.weight",),
-        "norm.weight": ("model.norm.weight",),
-    } | layer_names("", "model.", config.first(), config.names)
-    if not config.tie_embeddings:
-        names["lm_head.weight"] = ("lm_head.weight",)
-    for i in range(config.n_layers):
-        names |= layer_names(f"layers.{i}.", f"model.layers.{i}.", config.layer(i), config.names)
-    return names
-
-
-def layer_names(
-    ours: str, theirs: str, steps: Iterable[Step], official: dict[str, tuple[str, ...]]
-) -> dict[str, tuple[str, ...]]:
-    """Return `weight_names` of one layer.
-
-    ours, theirs: the prefixes of the names; steps: the layer's; official: `ModelConfig.names`
-    """
-    names = {}
-    for step in steps:
-        experts = step.experts if isinstance(step, Project) else 0
-        for parameter in step.parameters():
-            module, _, kind = parameter.rpartition(".")
-            parts = official[f"experts.{module}" if experts else module]
-            if experts:
-                parts = tuple(part.format(e) for e in range(experts) for part in parts)
-            names[ours + parameter] = tuple(f"{theirs}{part}.{kind}" for part in parts)
-    return names
 
 
 class CheckpointLoader(Loader):
@@ -198,9 +165,12 @@ class CheckpointLoader(Loader):
                     self.pages.move(module)
                 _trim_heap()
 
+    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
+        wide = leaf in getattr(module, "in_fp32", ())
+        return torch.float32 if wide else super().dtype_of(module, leaf)
+
     def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Do as `Loader.parameter`, in huge pages; a stack's parts are there once at a time."""
-        dtype = torch.float32 if names[0].endswith(IN_FP32) else dtype
         is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
         if is_stack and len(names) >= shape[0]:
             value = torch.empty(shape, dtype=dtype, device=self.storage.device)
@@ -629,9 +599,7 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
         return name.endswith(".bias") and name in files.readers and not files.read(name).any()
 
     def is_ignored(name: str) -> bool:
-        of_mtp = config.mtp is not None and name.startswith(config.mtp.prefix)
         is_table = name.endswith("rotary_emb.inv_freq")
-        is_unused = of_mtp or is_table or name.startswith(config.unused)
-        return is_unused or name in repeated or no_bias(name)
+        return config.ignores(name) or is_table or name in repeated or no_bias(name)
 
     return is_ignored

@@ -1,6 +1,27 @@
 """Architectures beside LLaMA and Mixtral, a file each. Without it only these two run."""
 
+# file, name in config.json, `model_type` there, `general.architecture` of GGUF files
+TABLE = (
+    ("qwen", "Qwen2ForCausalLM", "qwen2", "qwen2"),
+    ("qwen", "Qwen2MoeForCausalLM", "qwen2_moe", "qwen2moe"),
+    ("qwen", "Qwen3ForCausalLM", "qwen3", "qwen3"),
+    ("qwen", "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe"),
+    ("mimo", "MiMoForCausalLM", "mimo", ""),
+    ("gemma3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
+    ("gemma4", "Gemma4ForCausalLM", "gemma4_text", "gemma4"),
+    ("qwen3_5", "Qwen3_5ForCausalLM", "qwen3_5_text", "qwen35"),
+    ("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", "qwen35moe"),
+    ("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next", "qwen3next"),
+    ("lfm2", "Lfm2ForCausalLM", "lfm2", "lfm2"),
+    ("lfm2", "Lfm2MoeForCausalLM", "lfm2_moe", "lfm2moe"),
+    ("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
+    ("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", "glm4moe"),
+    ("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
+)
 NEEDS = ("files",)
 ADDS = {
     "operators": {"recurrent": "models.recurrent", "gates": "models.operators"},
+    "architecture": {name: f"models.{file}" for file, name, _, _ in TABLE},
+    "model type": {kind: name for _, name, kind, _ in TABLE},
+    "gguf architecture": {gguf: name for _, name, _, gguf in TABLE if gguf},
 }

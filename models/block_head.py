@@ -15,13 +15,14 @@ Not here: the block itself (drafts/block_draft.py), names and keys of files (fil
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import ModelConfig
+from models.mixtures import Qwen
+from models.steps import WindowAttend
 from quantize import Linear
 from steps import Add, Attend, Norm, Project, Rows, Step
 
@@ -29,7 +30,7 @@ INJECTED = ("readouts", "writes", "message", "receiver_gate", "predecessor_gate"
 
 
 @dataclass(frozen=True)
-class BlockModel(ModelConfig):
+class BlockModel(Qwen):
     """The settings of a block drafter's layers beside Qwen3's."""
 
     window: int = 0  # sliding_window (tokens)
@@ -83,8 +84,7 @@ class BlockModel(ModelConfig):
         if i not in self.sliding_layers:
             return steps
         return tuple(
-            replace(step, window=self.window) if isinstance(step, Attend) else step
-            for step in steps
+            WindowAttend(window=self.window) if isinstance(step, Attend) else step for step in steps
         )
 
     def convolved(self, name: str, steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -127,7 +127,7 @@ class Convolve(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         base = getattr(layer, self.name).base_kernel.chunk(2)[self.side]  # [taps, F]
-        dynamic = rows.kernel.chunk(2, -1)[self.side].unflatten(-1, (self.taps, -1))
+        dynamic = rows.get("kernel").chunk(2, -1)[self.side].unflatten(-1, (self.taps, -1))
         T = rows.h.shape[1]
         y = torch.zeros_like(rows.h)
         for tap in range(self.taps):
@@ -186,6 +186,6 @@ class Inject(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         root, behind = rows.stream[:, :1], rows.stream[:, 1:]
         codes = layer.injection.code(behind)  # [B, T-1, rank]
-        before = torch.cat((rows.embedded.to(codes.dtype), codes[:, :-1]), 1)
+        before = torch.cat((rows.get("embedded").to(codes.dtype), codes[:, :-1]), 1)
         behind = layer.injection(behind, codes, before)
         return rows.put("stream", torch.cat((root, behind), 1))

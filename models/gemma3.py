@@ -17,10 +17,8 @@ from typing import Any
 import torch
 
 from files.fields import FLAG, Rule, integer, key, only, positive, read_fields
-from model import DTYPES, ModelConfig, Rope
-from model import NAMES as LLAMA_NAMES
-from models.gguf_names import LAYER, GgufLayout
-from models.keys import (
+from files.gguf_names import LAYER, GgufLayout
+from files.keys import (
     FULL,
     KINDS,
     SLIDING,
@@ -29,7 +27,9 @@ from models.keys import (
     common_fields,
     rope_parameters,
 )
-from steps import Add, Attend, Gate, HeadNorm, Norm, Project, Rotate, Step
+from model import DTYPES, ModelConfig, Rope
+from models.steps import GeluGate, HeadNorm, OffsetNorm, WindowAttend
+from steps import Add, Project, Rotate, Step
 
 # what transformers takes where config.json leaves out a key; those of the 4B leave out most
 DEFAULTS = {
@@ -62,7 +62,9 @@ class Gemma3(ModelConfig):
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        return LLAMA_NAMES | {
+        return super().names | {
+            "q_norm": ("self_attn.q_norm",),
+            "k_norm": ("self_attn.k_norm",),
             "post_attention_norm": ("post_attention_layernorm",),
             "ffn_norm": ("pre_feedforward_layernorm",),
             "post_ffn_norm": ("post_feedforward_layernorm",),
@@ -92,28 +94,28 @@ class Gemma3(ModelConfig):
         both = 2 * self.n_kv_heads * self.head_dim
         slides = i in self.sliding_layers
 
-        def norm(name: str, source: str = "stream") -> Norm:
-            return Norm(name, self.dim, self.norm_eps, plus_one=True, source=source)
+        def norm(name: str, source: str = "stream") -> Step:
+            return OffsetNorm(name, self.dim, self.norm_eps, source)
 
         return (
             norm("attention_norm"),
             Project("wqkv", self.dim, width + both, self.qkv_bias),
             HeadNorm(*heads, self.norm_eps, plus_one=True),
             Rotate(*heads, rope=1 if slides else 0),
-            Attend(self.query_scale, self.window if slides else 0),
+            WindowAttend(self.query_scale, self.window if slides else 0),
             Project("wo", width, self.dim, self.o_bias, row_parallel=True),
             norm("post_attention_norm", "h"),
             Add(),
             norm("ffn_norm"),
             Project("w13", self.dim, 2 * self.ffn_dim),
-            Gate("gelu_tanh"),
+            GeluGate(),
             Project("w2", self.ffn_dim, self.dim, row_parallel=True),
             norm("post_ffn_norm", "h"),
             Add(),
         )
 
     def last(self) -> tuple[Step, ...]:
-        return (Norm("norm", self.dim, self.norm_eps, plus_one=True),)
+        return (OffsetNorm("norm", self.dim, self.norm_eps),)
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -162,7 +164,6 @@ def read_config(raw: dict, architecture: str) -> Gemma3:
         **fields,
         qkv_bias=hf.attention_bias,
         o_bias=hf.attention_bias,
-        qk_norm=True,
         query_scale=own.query_pre_attn_scalar**-0.5,
         window=own.sliding_window,
         local_theta=local_theta,

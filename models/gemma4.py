@@ -20,10 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from files.fields import FLAG, OBJECT, integer, key, only, positive, read_fields
-from model import Rope
-from models.gemma3 import Gemma3, ropes_of
-from models.gguf_names import LAYER, GgufLayout
-from models.keys import (
+from files.gguf_names import LAYER, GgufLayout
+from files.keys import (
     EXPERTS,
     FULL,
     KINDS,
@@ -35,25 +33,24 @@ from models.keys import (
     common_fields,
     rope_parameters,
 )
-from models.mixtral import counts
-from steps import (
-    Add,
+from files.mixtral import counts
+from files.renames import Readers, rename_ends, split_experts
+from model import Rope
+from models.gemma3 import Gemma3, ropes_of
+from models.steps import (
     AddShared,
-    Attend,
-    Copy,
-    Gate,
+    EachPartNorm,
     GatePerLayer,
+    GeluGate,
     HeadNorm,
     KeysAsValues,
     LookUp,
-    Merge,
-    Norm,
-    Project,
-    Rotate,
-    Route,
+    RotateQueries,
     Scale,
-    Step,
+    ScoredRoute,
+    WindowAttend,
 )
+from steps import Add, Copy, Merge, Norm, Project, Rotate, Step
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,7 @@ class Gemma4(Gemma3):
 
     global_head_dim: int = 512  # global_head_dim: of the layers that see all
     global_kv_heads: int = 1  # num_global_key_value_heads
+    expert_dim: int = 0  # moe_intermediate_size
     keys_as_values: bool = False  # attention_k_eq_v: in the layers that see all
     shared_layers: int = 0  # num_kv_shared_layers: the last ones, which read others' caches
     wide_ffn: bool = False  # use_double_wide_mlp: twice ffn_dim in these
@@ -101,9 +99,13 @@ class Gemma4(Gemma3):
 
     @property
     def unused(self) -> tuple[str, ...]:
+        """The beginnings of names of tensors that files hold and no layer reads."""
         parts = ("k_proj.", "v_proj.", "k_norm.")
         shared = range(self.n_layers - self.shared_layers, self.n_layers)
         return tuple(f"model.layers.{i}.self_attn.{part}" for i in shared for part in parts)
+
+    def ignores(self, name: str) -> bool:
+        return name.startswith(self.unused)
 
     def kv_shape(self, i: int) -> tuple[int, int]:
         if i in self.sliding_layers:
@@ -129,7 +131,7 @@ class Gemma4(Gemma3):
         return (
             LookUp("per_layer_embedding", self.per_layer_vocab, width, scale, to="shared"),
             Project("per_layer_model", self.dim, width),
-            Norm(
+            EachPartNorm(
                 "per_layer_norm",
                 self.per_layer_dim,
                 self.norm_eps * self.dim,
@@ -166,6 +168,7 @@ class Gemma4(Gemma3):
         width = self.n_heads * head_dim
         keys = kv_heads * head_dim
         heads = (self.n_heads, 0 if is_shared else kv_heads, head_dim)
+        rotate = RotateQueries if is_shared else Rotate
         if is_shared:
             project = (Project("wq", self.dim, width, self.qkv_bias),)
         elif self.keys_as_values and not slides:
@@ -178,8 +181,8 @@ class Gemma4(Gemma3):
         return (
             *project,
             HeadNorm(*heads, self.norm_eps, values=not is_shared),
-            Rotate(*heads, rope=1 if slides else 0),
-            Attend(1.0, self.window if slides else 0, shared=is_shared),
+            rotate(*heads, rope=1 if slides else 0),
+            WindowAttend(1.0, self.window if slides else 0, shared=is_shared),
             Project("wo", width, self.dim, self.o_bias, row_parallel=True),
         )
 
@@ -190,7 +193,7 @@ class Gemma4(Gemma3):
             width = 2 * width
         return (
             Project("w13", self.dim, 2 * width),
-            Gate("gelu_tanh"),
+            GeluGate(),
             Project("w2", width, self.dim, row_parallel=True),
         )
 
@@ -198,7 +201,7 @@ class Gemma4(Gemma3):
         """Return the steps of the experts beside the dense feed-forward, and of their sum."""
         count = self.n_experts
         width = self.expert_dim
-        route = Route(
+        route = ScoredRoute(
             self.dim,
             count,
             self.experts_per_token,
@@ -213,7 +216,7 @@ class Gemma4(Gemma3):
             self.norm("ffn_norm_2"),
             route,
             Project("expert_w13", self.dim, 2 * width, experts=count),
-            Gate("gelu_tanh"),
+            GeluGate(),
             Project("expert_w2", width, self.dim, experts=count, row_parallel=True),
             Merge(),
             self.norm("post_ffn_norm_2", "h"),
@@ -251,6 +254,12 @@ DEFAULTS = {
     "eos_token_id": 1,
 }
 COUNT = integer(1, 2**20)
+# names that are not as in other models -> such as others have
+BARE = {
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.scale.weight",
+    ".router.per_expert_scale": ".router.proj.expert_scale",
+}
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 
 
@@ -325,7 +334,6 @@ def read_config(raw: dict, architecture: str) -> Gemma4:
         **experts_of(own),
         qkv_bias=hf.attention_bias,
         o_bias=hf.attention_bias,
-        qk_norm=True,
         query_scale=1.0,
         window=own.sliding_window,
         local_theta=local_theta,
@@ -341,6 +349,11 @@ def read_config(raw: dict, architecture: str) -> Gemma4:
         per_layer_vocab=own.vocab_size_per_layer_input or hf.vocab_size,
         softcap=own.final_logit_softcapping or 0.0,
     )
+
+
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of experts one by one, and what has no module as the weight of one."""
+    return split_experts(rename_ends(readers, BARE))
 
 
 def kinds_of(own: HFGemma4, layers: int) -> list[str]:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from files.fields import FLAG, key, read_fields
+from files.gguf_names import LAYER, GgufLayout
+from files.keys import common_fields, read_swiglu_keys, rotary_dim
+from files.renames import Readers, split_gate_up
 from model import ModelConfig, Rope
-from models.gguf_names import LAYER, GgufLayout
-from models.keys import common_fields, read_swiglu_keys, rotary_dim
-from steps import Add, Attend, Norm, Project, Rotate, SplitPairs, Step
+from models.steps import SplitPairs
+from steps import Add, Attend, Norm, Project, Rotate, Step
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ def read_config(raw: dict, architecture: str) -> Glm4:
         qkv_bias=read_fields(raw, HFGlm4).attention_bias,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
     )
+
+
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of a feed-forward one by one."""
+    return split_gate_up(readers)
 
 
 def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:

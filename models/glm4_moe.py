@@ -14,10 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from files.fields import FLAG, Rule, integer, key, positive, read_fields
-from model import ModelConfig, Mtp, Rope
-from models.gguf_names import LAYER, GgufLayout, same
-from models.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
-from models.mixtral import counts
+from files.gguf_names import LAYER, GgufLayout, same
+from files.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
+from files.mixtral import counts
+from files.mtp import Mtp
+from files.renames import Readers, split_experts
+from model import Rope
+from models.mixtures import Qwen
+from models.steps import SigmoidRoute
 from steps import Route
 
 MTP_NAMES = {
@@ -29,8 +33,8 @@ MTP_NAMES = {
 
 
 @dataclass(frozen=True)
-class Glm4Moe(ModelConfig):
-    """The settings of GLM-4.5 beside LLaMA's."""
+class Glm4Moe(Qwen):
+    """The settings of GLM-4.5 beside Qwen3's."""
 
     rotary_dim: int = 64  # partial_rotary_factor head_dim: elements of a head that RoPE turns
     share_scale: float = 1.0  # routed_scaling_factor
@@ -58,7 +62,8 @@ class Glm4Moe(ModelConfig):
         return Mtp(model, prefix, "model.layers.{}.", names, first=number)
 
     def route(self) -> Route:
-        return replace(super().route(), sigmoid=True, share_scale=self.share_scale)
+        sizes = (self.dim, self.n_experts, self.experts_per_token)
+        return SigmoidRoute(*sizes, norm_topk=self.norm_topk, share_scale=self.share_scale)
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -99,12 +104,16 @@ def read_config(raw: dict, architecture: str) -> Glm4Moe:
         shared_dim=own.n_shared_experts * own.moe_intermediate_size,
         norm_topk=own.norm_topk_prob,
         dense_layers=tuple(range(min(own.first_k_dense_replace, fields["n_layers"]))),
-        expert_names="qwen",
         qkv_bias=own.attention_bias,
         qk_norm=own.use_qk_norm,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
         share_scale=own.routed_scaling_factor,
     )
+
+
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of experts one by one."""
+    return split_experts(readers)
 
 
 # -------------------------------------------------------------------------------------------- GGUF

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from files.fields import FLAG, integer, key, positive, read_fields
-from model import NAMES as LLAMA_NAMES
-from model import ModelConfig
-from models.gguf_names import LAYER, GgufLayout
-from models.keys import (
+from files.gguf_names import LAYER, GgufLayout
+from files.keys import (
     EXPERTS,
     FULL,
     KINDS,
@@ -25,8 +23,10 @@ from models.keys import (
     common_fields,
     read_swiglu_keys,
 )
-from models.mixtral import counts
-from steps import Add, Attend, ClampedGate, Merge, Norm, Project, Rotate, Route, Step
+from files.mixtral import counts
+from model import ModelConfig
+from models.steps import ClampedGate, ScoredRoute, WindowAttend
+from steps import Add, Merge, Norm, Project, Rotate, Step
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GptOss(ModelConfig):
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        return LLAMA_NAMES | {
+        return super().names | {
             "sinks": ("self_attn.sinks",),
             "router": ("mlp.router",),
             "experts.w13": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
@@ -63,11 +63,11 @@ class GptOss(ModelConfig):
             Norm("attention_norm", self.dim, self.norm_eps),
             Project("wqkv", self.dim, width + both, self.qkv_bias),
             Rotate(*heads),
-            Attend(window=window, sinks=self.n_heads),
+            WindowAttend(window=window, sinks=self.n_heads),
             Project("wo", width, self.dim, self.o_bias, row_parallel=True),
             Add(),
             Norm("ffn_norm", self.dim, self.norm_eps),
-            Route(self.dim, experts, self.experts_per_token, bias=True),
+            ScoredRoute(self.dim, experts, self.experts_per_token, bias=True),
             Project("w13", self.dim, 2 * self.ffn_dim, bias=True, experts=experts),
             ClampedGate(self.alpha, self.limit),
             Project("w2", self.ffn_dim, self.dim, bias=True, experts=experts, row_parallel=True),

@@ -9,14 +9,12 @@ Source: arXiv 2511.23404. Not here: pictures, sound.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from files.fields import FLAG, Rule, integer, key, positive, read_fields
-from kv_cache import TAPS, StateShape
-from model import ModelConfig
-from models.gguf_names import LAYER, GgufLayout, same
-from models.keys import (
+from files.gguf_names import LAYER, GgufLayout, same
+from files.keys import (
     EXPERTS,
     FULL,
     LAYERS,
@@ -26,15 +24,19 @@ from models.keys import (
     read_swiglu_keys,
     rule_of_kinds,
 )
-from models.mixtral import counts
-from steps import Add, Norm, Project, Route, ShortConv, Step
+from files.mixtral import counts
+from files.renames import Readers, rename_ends, split_experts
+from models.mixtures import Qwen
+from models.states import TAPS, StateShape, StateShapes
+from models.steps import ShortConv, SigmoidRoute
+from steps import Add, Norm, Project, Route, Step
 
 CONV = "conv"
 WITH_EXPERTS = "Lfm2MoeForCausalLM"
 
 
 @dataclass(frozen=True)
-class Lfm2(ModelConfig):
+class Lfm2(Qwen):
     """The settings of LFM2 beside Qwen3's."""
 
     conv_layers: tuple[int, ...] = ()  # layer_types, full_attn_idxs
@@ -59,8 +61,16 @@ class Lfm2(ModelConfig):
             "experts.w2": ("feed_forward.experts.{}.w2",),
         }
 
+    @property
+    def state_shapes(self) -> StateShapes | None:
+        return StateShapes.of(self.state_shape(i) for i in range(self.n_layers))
+
     def state_shape(self, i: int) -> StateShape | None:
+        """Return the sizes of the state of layer i, if that is a convolution."""
         return StateShape(0, 0, 0, self.dim) if i in self.conv_layers else None
+
+    def kv_shape(self, i: int) -> tuple[int, int]:
+        return (0 if i in self.conv_layers else self.n_kv_heads), self.head_dim
 
     def layer(self, i: int) -> tuple[Step, ...]:
         return (
@@ -73,7 +83,9 @@ class Lfm2(ModelConfig):
         )
 
     def route(self) -> Route:
-        return replace(super().route(), sigmoid=True, share_scale=self.share_scale, share_eps=1e-6)
+        sizes = (self.dim, self.n_experts, self.experts_per_token)
+        rule = {"norm_topk": self.norm_topk, "share_scale": self.share_scale}
+        return SigmoidRoute(*sizes, **rule, share_eps=1e-6)
 
     def convolution(self, i: int) -> tuple[Step, ...]:
         """Return the steps of a gated convolution."""
@@ -105,6 +117,11 @@ DEFAULTS_WITH_EXPERTS = {
     "hidden_size": 2048,
     "intermediate_size": 7168,
     "block_auto_adjust_ff_dim": False,
+}
+# names that are not as in other models -> such as others have
+BARE = {
+    ".embedding_norm.weight": ".norm.weight",
+    ".expert_bias": ".gate.e_score_correction_bias",
 }
 OLDER = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 NO = Rule("false", lambda v: v is False)
@@ -161,6 +178,11 @@ def read_config(raw: dict, architecture: str) -> Lfm2:
         taps=own.conv_L_cache,
         **experts,
     )
+
+
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of experts one by one, and what has no module as the weight of one."""
+    return split_experts(rename_ends(readers, BARE))
 
 
 def mixture_fields(hf: HFExperts) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from model import ModelConfig, Mtp
+from files.gguf_names import GgufLayout
+from files.mtp import Mtp
 from models import qwen
-from models.gguf_names import GgufLayout
+from models.mixtures import Qwen
 
 GGUF = GgufLayout()
 MTP_NAMES = {
@@ -21,7 +22,7 @@ MTP_NAMES = {
 
 
 @dataclass(frozen=True)
-class MiMo(ModelConfig):
+class MiMo(Qwen):
     """Qwen2's settings."""
 
     @property

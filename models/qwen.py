@@ -1,6 +1,6 @@
 """Qwen2 and Qwen3, dense or with experts: LLaMA's layer with biases, norms of queries and keys.
 
-Their list of steps is `ModelConfig`'s own (model.py); all tokens share an expert of Qwen2-MoE.
+Their list of steps is in models/mixtures.py; all tokens share an expert of Qwen2-MoE.
 Sources: arXiv 2407.10671, 2505.09388.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from files.fields import FLAG, key, read_fields
-from model import ModelConfig
-from models.gguf_names import LAYER, GgufLayout
-from models.keys import EXPERTS, LAYERS, WIDTH, common_fields, read_swiglu_keys, within_window
-from models.mixtral import counts
+from files.gguf_names import LAYER, GgufLayout
+from files.keys import EXPERTS, LAYERS, WIDTH, common_fields, read_swiglu_keys, within_window
+from files.mixtral import counts
+from models.mixtures import Qwen, with_head_norms  # noqa: F401  (of heads with such norms)
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
 BIASES = {
@@ -38,7 +38,7 @@ class HFQwenExperts:
     mlp_only_layers: list | None = key(LAYERS, None)  # layers without experts besides
 
 
-def read_config(raw: dict, architecture: str) -> ModelConfig:
+def read_config(raw: dict, architecture: str) -> Qwen:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
     hf = read_swiglu_keys(raw)
     fields = common_fields(hf)
@@ -49,7 +49,7 @@ def read_config(raw: dict, architecture: str) -> ModelConfig:
         keys = read_fields(raw, HFSharedExpert)
         fields |= {"shared_dim": keys.shared_expert_intermediate_size}
         qkv_bias = keys.qkv_bias
-    return ModelConfig(
+    return Qwen(
         # missing, the key for windows means none, as in transformers
         **fields | {"max_context": within_window(hf, fields["max_context"], by_default=False)},
         qkv_bias=hf.attention_bias if qkv_bias is None else qkv_bias,
@@ -67,7 +67,7 @@ class HFSharedExpert:
 
 
 def mixture_fields(raw: dict) -> dict[str, Any]:
-    """Read the keys of a mixture of experts, as fields of `ModelConfig`.
+    """Read the keys of a mixture of experts, as fields of `Qwen`.
 
     files/weights.py checks the number of experts against the weights. The weights do not show how
     many experts process a token.
@@ -96,7 +96,6 @@ def mixture_fields(raw: dict) -> dict[str, Any]:
         "expert_dim": hf.moe_intermediate_size,
         "norm_topk": hf.norm_topk_prob,
         "dense_layers": dense,
-        "expert_names": "qwen",
     }
 
 

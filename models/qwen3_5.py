@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from files.fields import FLAG, Rule, integer, key, read_fields
-from kv_cache import TAPS, StateShape
-from model import ModelConfig, Mtp, Rope
-from models.gguf_names import GgufLayout, same
-from models.keys import (
+from files.gguf_names import GgufLayout, same
+from files.keys import (
     EXPERTS,
     FULL,
     WIDTH,
@@ -28,20 +26,15 @@ from models.keys import (
     rotary_dim,
     rule_of_kinds,
 )
-from models.mixtral import counts
+from files.mixtral import counts
+from files.mtp import Mtp
+from files.renames import Readers, split_experts
+from model import Rope
+from models.mixtures import Qwen
 from models.qwen import GGUF as QWEN2
-from steps import (
-    Add,
-    Attend,
-    DeltaRule,
-    GateOutput,
-    HeadNorm,
-    Norm,
-    Project,
-    Rotate,
-    SplitGate,
-    Step,
-)
+from models.states import TAPS, StateShape, StateShapes
+from models.steps import DeltaRule, GateOutput, HeadNorm, OffsetNorm, SplitGate
+from steps import Add, Attend, Project, Rotate, Step
 
 LINEAR = "linear_attention"
 WITH_EXPERTS = "Qwen3_5MoeForCausalLM"
@@ -54,7 +47,7 @@ MTP_NAMES = {
 
 
 @dataclass(frozen=True)
-class Qwen35(ModelConfig):
+class Qwen35(Qwen):
     """The settings of Qwen3.5 beside Qwen3's."""
 
     rotary_dim: int = 64  # partial_rotary_factor head_dim: elements of a head that RoPE turns
@@ -82,7 +75,15 @@ class Qwen35(ModelConfig):
     def ropes(self) -> tuple[Rope, ...]:
         return (Rope(self.rotary_dim, self.rope_theta, self.rope_scaling),)
 
+    @property
+    def state_shapes(self) -> StateShapes | None:
+        return StateShapes.of(self.state_shape(i) for i in range(self.n_layers))
+
+    def kv_shape(self, i: int) -> tuple[int, int]:
+        return (0 if i in self.recurrent_layers else self.n_kv_heads), self.head_dim
+
     def state_shape(self, i: int) -> StateShape | None:
+        """Return the sizes of the state of layer i, if that is recurrent."""
         if i not in self.recurrent_layers:
             return None
         convolved = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
@@ -97,11 +98,11 @@ class Qwen35(ModelConfig):
 
     def layer(self, i: int) -> tuple[Step, ...]:
         return (
-            Norm("attention_norm", self.dim, self.norm_eps, plus_one=True),
+            OffsetNorm("attention_norm", self.dim, self.norm_eps),
             *(self.recurrence(i) if i in self.recurrent_layers else self.attention()),
             Add(),
-            Norm("ffn_norm", self.dim, self.norm_eps, plus_one=True),
-            *(self.mixture() if self.n_experts else self.feed_forward()),
+            OffsetNorm("ffn_norm", self.dim, self.norm_eps),
+            *(self.mixture() if self.has_experts(i) else self.feed_forward()),
             Add(),
         )
 
@@ -130,7 +131,7 @@ class Qwen35(ModelConfig):
         )
 
     def last(self) -> tuple[Step, ...]:
-        return (Norm("norm", self.dim, self.norm_eps, plus_one=True),)
+        return (OffsetNorm("norm", self.dim, self.norm_eps),)
 
 
 # ------------------------------------------------------------------------------------- config.json
@@ -196,12 +197,16 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
     )
 
 
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of experts one by one."""
+    return split_experts(readers)
+
+
 def mixture_fields(hf: HFExperts) -> dict[str, Any]:
     """Translate the keys of experts. Raises: ValueError for more chosen ones than there are."""
     return counts("num_experts", hf.num_experts, hf.num_experts_per_tok) | {
         "expert_dim": hf.moe_intermediate_size,
         "shared_dim": hf.shared_expert_intermediate_size,
-        "expert_names": "qwen",
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from files.fields import Rule, integer, key, read_fields
+from files.renames import Readers, split_experts
 from models.qwen3_5 import GGUF as QWEN35_GGUF
 from models.qwen3_5 import WITH_EXPERTS, YES, HFQwen35, Qwen35
 from models.qwen3_5 import gguf_keys as qwen3_5_keys
@@ -26,9 +27,7 @@ NONE = Rule("an empty list", lambda v: v == [])
 class Qwen3Next(Qwen35):
     """The settings are Qwen3.5's."""
 
-    @property
-    def mtp(self) -> None:
-        """No MTP layer is read."""
+    mtp = None  # none is read
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,12 @@ def read_config(raw: dict, architecture: str) -> Qwen3Next:
     return Qwen3Next(**vars(read_qwen3_5(raw, WITH_EXPERTS)))
 
 
-def split_projections(
-    readers: dict[str, Callable[[], Tensor]], raw: dict
-) -> dict[str, Callable[[], Tensor]]:
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of experts, and the projections of a recurrence, one by one."""
+    return split_projections(split_experts(readers), raw)
+
+
+def split_projections(readers: Readers, raw: dict) -> Readers:
     """Name the projections of a recurrence as Qwen3.5's files do. raw: config.json
 
     Raises: ValueError for a bad value.

@@ -36,7 +36,6 @@ from run.prompts import read_grammar
 from run.resolved import tree_options
 from run.stats import free_bytes, sequence_memory, slot_bytes
 from run.warm_up import warm_up
-from sampling import Shaping
 
 if TYPE_CHECKING:
     from files.chat import TextFiles
@@ -59,8 +58,9 @@ def load(
     Raises: ValueError for anything wrong with options or files.
     """
     from files.chat import read_text_files, template_name
-    from files.config import need_mtp, open_source
+    from files.config import open_source
     from files.fetch import with_files
+    from files.mtp import need_mtp
     from files.not_finite import check_small_weights
 
     asked = _asked(config, options)
@@ -118,7 +118,7 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
 
 def _shaping(
     config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
-) -> Shaping | None:
+) -> Any:
     """Return the cuts and penalties that requests may ask for.
 
     Raises: ValueError for no token's id.
@@ -280,7 +280,7 @@ def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> st
 
     Else it is a lookup on one CPU, where that was measured.
     """
-    from files.config import find_mtp
+    from files.mtp import find_mtp
 
     # most models have no such layer, and their files are not opened a second time
     may_draft = target.config.mtp and has_drafts() and not config.inflate

@@ -74,7 +74,7 @@ def prompt_features(engine: Engine, ids: list[int]) -> Tensor:
     room = (1, len(ids) + PREFILL_CHUNK, engine.kv_dtype, str(device))
     cache = KVCache.empty(target.config, *room)
     parts = []
-    with single_torch_thread(target.fused is not None):
+    with single_torch_thread(target.program is not None):
         for begin in range(0, len(ids), PREFILL_CHUNK):
             tokens = torch.tensor([ids[begin : begin + PREFILL_CHUNK]], device=device)
             start = torch.tensor([begin], device=device)

@@ -78,7 +78,7 @@ def with_checked_files(config: GenerateConfig) -> GenerateConfig:
     Raises: ValueError, also for a missing or broken header.
     """
     from files.fetch import with_files
-    from models.registry import check_architecture
+    from files.registry import check_architecture
 
     config = with_files(config)
     path = Path(config.checkpoint)

@@ -81,9 +81,10 @@ def share_of_equal(expected: Any, result: Any) -> float:
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     """Return the `stats` object of `--json`. engine: `decode.Engine`."""
     report: dict[str, Any] = {}
-    stand_in = engine.target.config.stand_in
-    if stand_in:
-        report["stand_in"] = stand_in  # a stand-in's numbers never go without its name
+    shape = engine.config.inflate
+    if shape:  # a stand-in's numbers never go without its name
+        name = Path(engine.config.checkpoint).resolve().name
+        report["stand_in"] = f"a {shape}-shaped function of {name}"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
     if ranks > 1:
         report["ranks"] = ranks
@@ -356,9 +357,8 @@ def sequence_memory(engine: Any) -> str:
     target_slot = slot_bytes(target.layers, engine.kv_dtype)
     draft_slot = slot_bytes(drafter.layers or (), weight.dtype)
     target_cache = engine.slots * target_slot
-    shapes = map(target.config.state_shape, range(target.config.n_layers))
-    # with the snapshots
-    target_cache += sum(2 * shape.bytes(engine.nodes) for shape in shapes if shape is not None)
+    if target.config.state_shapes is not None:
+        target_cache += target.config.state_shapes.bytes(engine.nodes)
     draft_cache = engine.slots * draft_slot
     # sets of scores over the vocabulary; sampling, which any call may ask for, adds the noise and
     # the adjusted scores

@@ -39,12 +39,13 @@ from drafters import DraftMethod
 from files.checkpoint import Codes, TensorSource, saved_quantization, scale_name
 from files.config import open_source, read_config
 from model import ModelConfig, Transformer
+from models.steps import WindowAttend
 from quantize import Quantization, fit_group
 from reference import Backend
 from run.rank import Rank, this_rank
 from run.ranks import collective_errors, refuse_torchrun
 from sampling import SamplingTensors
-from steps import Attend, Merge, Project, Rows, Step
+from steps import Merge, Project, Rows, Step
 
 # ------------------------------------------------------------------------------------------- shares
 
@@ -75,10 +76,13 @@ class ShardedFiles(TensorSource):
             "num_key_value_heads": config.n_kv_heads // self.kv_parts,
             "head_dim": config.head_dim,
         }
-        if config.expert_dim:
-            self.config["moe_intermediate_size"] = config.expert_dim // here.world_size
-        if config.shared_dim:
-            self.config["shared_expert_intermediate_size"] = config.shared_dim // here.world_size
+        # of the architectures that have them
+        parts = {"moe_intermediate_size": "w2", "shared_expert_intermediate_size": "shared_w2"}
+        for step in {step for i in range(config.n_layers) for step in config.layer(i)}:
+            for name, of_step in parts.items():
+                is_expert = isinstance(step, Project) and step.name == of_step
+                if is_expert and (step.experts or name != "moe_intermediate_size"):
+                    self.config[name] = step.inputs // here.world_size
         self.readers = {
             name: partial(self._read_part, name, read) for name, read in files.readers.items()
         }
@@ -135,21 +139,18 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         if isinstance(step, Project):
             names = config.names[f"experts.{step.name}" if step.experts else step.name]
             dims |= {name.rpartition(".")[2]: int(step.row_parallel) for name in names}
-        elif isinstance(step, Attend) and step.sinks:
+        elif isinstance(step, WindowAttend) and step.sinks:
             dims |= {name.rpartition(".")[2]: 0 for name in config.names["sinks"]}
     return dims
 
 
 def split_inputs(config: ModelConfig) -> list[int]:
     """Return the numbers of split inputs: of o, and of down in experts, dense layers or both."""
-    inputs = [config.n_heads * config.head_dim]
-    if config.n_experts:
-        inputs.append(config.expert_dim or config.ffn_dim)
-    if config.shared_dim:
-        inputs.append(config.shared_dim)
-    if not config.n_experts or config.dense_layers:
-        inputs.append(config.ffn_dim)
-    return inputs
+    steps = {step for i in range(config.n_layers) for step in config.layer(i)}
+    split = [step for step in steps if isinstance(step, Project) and step.row_parallel]
+    # o, experts, the shared one, the dense feed-forward
+    split.sort(key=lambda step: (step.name != "wo", not step.experts, step.name != "shared_w2"))
+    return [step.inputs for step in split]
 
 
 def check_parts(
@@ -160,7 +161,7 @@ def check_parts(
     group: inputs that share a scale, and must be on one rank
     smaller: whether group_size can change it
     """
-    if any(map(config.state_shape, range(config.n_layers))):
+    if config.state_shapes is not None:
         raise ValueError(f"{path}: a model with recurrent layers runs on one rank; start one")
     if len(set(map(config.kv_shape, range(config.n_layers)))) > 1:
         raise ValueError(f"{path}: a model with heads of two widths runs on one rank; start one")

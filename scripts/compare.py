@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from files.fetch import fetched, with_files
 from files.head_kinds import head_kind
 from files.io import check_directory, is_gguf
-from models.registry import check_architecture
+from files.registry import check_architecture
 from run.options import DEFAULT, GenerateConfig
 from run.parsing import SWITCHES, one_line_errors, option, parse
 from run.prompts import prompts_of_file

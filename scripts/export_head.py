@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import signal
 
+from models.mixtures import has_head_norms
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
@@ -87,9 +89,9 @@ COMMAND = read_command() if __name__ == "__main__" else None
 import numpy as np
 import torch
 
+from eagle_draft import EagleConfig
 from files.fetch import fetched, title_of
 from files.gguf_heads import D2T, EAGLE3, SHARPNESS
-from files.heads import EagleConfig
 from model import rope_frequencies
 from scripts.gguf_file import gguf_name, keys_of, rotated_as_in_llama_cpp, stored, write
 from scripts.head_layouts import Head, read, write_directory
@@ -111,7 +113,7 @@ def check_fits_llama_cpp(head: Head) -> None:
         f"takes {len(eagle3.aux_layers)} layers' hidden states, not 3": len(eagle3.aux_layers) != 3,
         f"has {model.n_layers} layers, not 1": model.n_layers != 1,
         "has biases": head.config.fc_bias or model.qkv_bias or model.o_bias or model.mlp_bias,
-        "has norms of queries and keys": model.qk_norm,
+        "has norms of queries and keys": has_head_norms(model),
         "drafts all levels at once (P-EAGLE)": eagle3.mask_token is not None,
         "has a norm of every hidden state (fc_norm)": eagle3.fc_norm,
         f"uses its last norm otherwise ({eagle3.last_norm})": eagle3.last_norm != "logits",

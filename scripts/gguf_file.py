@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from files.gguf import NAMES, row_order
+from files.gguf_names import LAYER
 from model import ModelConfig
-from models.gguf_names import LAYER
 
 # names of Hugging Face's layout, and of an EAGLE-3 head's -> of GGUF
 STEMS = {official.removeprefix("model."): stem for stem, official in NAMES.items()}

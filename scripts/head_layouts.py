@@ -26,12 +26,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle_draft import EagleConfig, head_names
 from files.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
 from files.checkpoint import TensorSource
 from files.config import open_source, read_config, read_raw
 from files.head_kinds import head_kind
-from files.heads import EagleConfig, HeadFiles, draft_vocab, head_files, head_names, read_head
+from files.heads import HeadFiles, draft_vocab, head_files, read_head
 from model import ModelConfig
+from models.mixtures import has_head_norms
 from options import require
 from scripts.train.train_block import keys_of, selector_keys
 from scripts.train.training import shape_keys
@@ -65,6 +67,7 @@ def read(head: Path, target: Path) -> Head:
         files = head_files(head, "none")
         config = read_block_head(files, read_config(target))
         vocab = read_vocab(files, config, torch.device("cpu"))
+        ids = vocab.ids if vocab else None
     else:
         files = HeadFiles(head, head_files(head, "none"))
         config = read_head(files, read_config(target))
@@ -73,8 +76,8 @@ def read(head: Path, target: Path) -> Head:
                 f"{head} is a head of version 1 or 2, and other runtimes are served version 3; "
                 "train one with --version 3"
             )
-        vocab = draft_vocab(files, config, torch.device("cpu"))
-    read = Head(files, config, target, vocab.ids if vocab else None)
+        ids = draft_vocab(files, config)
+    read = Head(files, config, target, ids)
     missing = [name for name in read.names() if name not in files.readers]
     if missing:
         raise ValueError(f"{head}: the weights {', '.join(missing)} are missing")
@@ -159,7 +162,7 @@ def faults(config: EagleConfig | BlockConfig, layout: str) -> dict[str, bool]:
         "takes the target's last features": not eagle3.aux_layers,
         "has no last norm": eagle3.last_norm == "none",
         "has further norms": layout == "sglang"
-        and (not plain or model.qk_norm or eagle3.norm_before_fc or eagle3.fc_norm),
+        and (not plain or has_head_norms(model) or eagle3.norm_before_fc or eagle3.fc_norm),
         "is of another width than its target": eagle3.target_dim != model.dim,
     }
 
@@ -254,4 +257,4 @@ def _sglang_block(head: Head, _: str) -> dict[str, Any]:
 
 def layer_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys that name the kind and the shape of a head's layers."""
-    return {"model_type": "qwen3" if model.qk_norm else "llama"} | shape_keys(model)
+    return {"model_type": "qwen3" if has_head_norms(model) else "llama"} | shape_keys(model)

@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 from files.fetch import fetched
 from files.gguf_header import read_header
 from files.io import is_gguf, read_json, read_text, write_text
-from models.registry import check_architecture
+from files.registry import check_architecture
 from options import log_note, require
 from run.options import DEFAULT, ROOT, pick_device
 from run.parsing import one_line_errors, option, parse, processors

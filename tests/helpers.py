@@ -43,8 +43,8 @@ from drafts.residual import sample_children
 from drafts.shaping import Shaping
 from eagle_draft import EagleHead, load_head
 from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
-from files.weights import export_weights, load_model, weight_names
-from model import Layer, ModelConfig, Transformer
+from files.weights import export_weights, load_model
+from model import Layer, ModelConfig, Transformer, weight_names
 from quantize import FORMATS, Linear, Weight, stack
 from reference import TORCH, Backend, choose, rms_norm
 from run.engine import Engine
@@ -313,7 +313,7 @@ def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor
         for hook in hooks:
             hook.remove()
     assert len(given) == len(target.layers), (
-        "the blocks ran in one call (Transformer.fused); load without --compile"
+        "the blocks ran in one call (Transformer.program); load without --compile"
     )
     return features, given
 

@@ -9,25 +9,16 @@ without a C++ compiler are left to PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# of `Rows`, numbered as in C++
+from steps import CppStep, embedding_operands
+
+# the names of registers, numbered as in C++
 REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate", "shared", "per_layer")
 EMPTY = (None, None, None)
-
-
-class CppStep(NamedTuple):
-    """A step as layers.cpp takes it; what is left out is 0 or None there."""
-
-    op: str
-    source: str = "h"
-    to: str = "h"
-    weights: tuple[Tensor | None, ...] = ()  # at most 3
-    counts: tuple[int, ...] = ()  # at most 4
-    numbers: tuple[float, ...] = ()  # at most 2
 
 
 # steps with the module that holds their weights, and the number of their layer: -1 before the first
@@ -35,8 +26,9 @@ Placed = tuple[Sequence[Any], nn.Module, int]
 
 
 def fits(parts: Sequence[Placed]) -> bool:
-    """Return whether C++ runs all of these steps, where the backend runs passes."""
-    return all(step.for_cpp(owner) for steps, owner, _ in parts for step in steps)
+    """Return whether C++ runs all of these steps, over registers that it has."""
+    described = [step.for_cpp(owner) for steps, owner, _ in parts for step in steps]
+    return all(step and {step.source, step.to} <= {*REGISTERS} for step in described)
 
 
 class Program:
@@ -57,7 +49,10 @@ class Program:
         for number, step in _described(parts):
             ops.append(step.op)
             registers = [REGISTERS.index(name) for name in (step.source, step.to)]
-            counts += [*registers, number, *step.counts, *[0] * (4 - len(step.counts))]
+            of_step = step.counts
+            if step.second:
+                of_step = (REGISTERS.index(step.second), *of_step)
+            counts += [*registers, number, *of_step, *[0] * (4 - len(of_step))]
             numbers += [*step.numbers, *[0.0] * (2 - len(step.numbers))]
             weights += [*step.weights, *EMPTY[len(step.weights) :]]
         held = [None if weight is None else weight.detach() for weight in weights]
@@ -85,14 +80,10 @@ def steps_of_head(head: nn.Module) -> list[Placed]:
     return [(head.inputs, head, -1), *steps_of(head)]
 
 
-def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return an embedding's weight, [V, F], or its packed blocks; the blocks' table, or None."""
-    table = getattr(embedding, "table", None)
-    return embedding.weight.detach() if table is None else embedding.data, table
-
-
 class FusedModel:
     """The forward pass of a `Transformer`, from tokens to features."""
+
+    in_cpp = True
 
     def __init__(self, model: nn.Module):
         start = (model.embedding, model.ropes, model.embedding_scale)
@@ -104,9 +95,10 @@ class FusedModel:
         positions: Tensor,
         cache: Any,
         window: Any,
+        run_part: Any,
         aux_layers: tuple[int, ...],
     ) -> Tensor:
-        """Run T tokens; arguments as for `Transformer.forward`.
+        """Run T tokens; arguments as for `Transformer.forward`; no part is called.
 
         Writes: the cache at `window.slots`.
         Returns: [B, T, (1 + aux_layers) F].
@@ -117,7 +109,9 @@ class FusedModel:
 
 
 class FusedHead:
-    """The forward passes of an `EagleHead`."""
+    """The forward passes of an `EagleHead`, in place of `eagle_draft.HeadPasses`."""
+
+    in_cpp = True
 
     def __init__(self, head: nn.Module, embedding: nn.Module):
         """Pass the head's weights to the operators. embedding: the head's or the target's"""

@@ -26,7 +26,7 @@ from backends.epilogues import (
     lazy_matmul,
     rotary_cache_plainly,
 )
-from backends.fusions import FusedLayers
+from backends.fusions import MergedHead, MergedModel
 from backends.library import lib
 from backends.linear import fits_kernel, halves_product
 from backends.planes import split_planes
@@ -206,14 +206,14 @@ def experts_bias(y: Tensor, bias: Tensor, routing: Tensor) -> Tensor:
     return reference.experts_bias(y, bias, backends.experts.expert_of(routing, len(bias)))
 
 
-def model_program(model: nn.Module) -> FusedLayers:
-    """Return the layers of a `Transformer` in fewer launches."""
-    return FusedLayers(model.layers, model.last, model)
+def model_program(model: nn.Module) -> MergedModel:
+    """Return the passes of a `Transformer` in fewer launches."""
+    return MergedModel(model)
 
 
-def head_program(head: nn.Module, embedding: nn.Module) -> FusedLayers:
-    """Return the layers of an `EagleHead` in fewer launches."""
-    return FusedLayers(head.layers, head.last, head)
+def head_program(head: nn.Module, embedding: nn.Module) -> MergedHead:
+    """Return the passes of an `EagleHead` in fewer launches."""
+    return MergedHead(head, embedding)
 
 
 def device_time(device: torch.device) -> Tensor:

@@ -24,7 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 from files.config import open_source, read_config
-from files.weights import weight_names
+from model import weight_names
+from models.mixtures import has_head_norms
 from options import log_note
 from run.session import common_prefix
 from scripts import gguf_file
@@ -43,7 +44,8 @@ def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
     """
     config = read_config(checkpoint)
     files = open_source(checkpoint)
-    if config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.rope_scaling:
+    biases = config.qkv_bias or config.o_bias or config.mlp_bias
+    if biases or has_head_norms(config) or config.rope_scaling:
         kinds = "biases, norms of queries and scaled RoPE"
         raise ValueError(f"{checkpoint}: {kinds} are not written to GGUF; leave llama.cpp out")
     names = [theirs for stacked in weight_names(config).values() for theirs in stacked]

@@ -102,7 +102,7 @@ def filled_cache(target: Transformer, dtype: torch.dtype, cached: int, rows: int
 def seconds_of_pass(target: Transformer, cache: KVCache, rows: int, cached: int) -> float:
     """Time a pass over `rows` tokens behind the cached ones. Writes: `cache`."""
     window = causal_window(torch.tensor([cached]), rows, backend=target.backend)
-    for state in filter(None, cache.states):
+    for state, _ in cache.states.recurrent() if cache.states else ():
         state.length.fill_(cached - 1)
     if rows > MOST_LOGITS:
         window = replace_fields(window, kept=torch.tensor([rows - 1]))

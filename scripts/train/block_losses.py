@@ -75,8 +75,8 @@ def visible(anchors: Tensor, T: int, size: int, causal: bool) -> Tensor:
 
 def convolve(step: Convolve, layer: nn.Module, rows: Rows, size: int) -> Rows:
     """Run a convolution within each block. size: of a block"""
-    h, kernel = (x.unflatten(1, (-1, size)).flatten(0, 1) for x in (rows.h, rows.kernel))
-    mixed = step.run(layer, Rows(h=h, kernel=kernel)).h  # [B A, size, F]
+    h, kernel = (x.unflatten(1, (-1, size)).flatten(0, 1) for x in (rows.h, rows.get("kernel")))
+    mixed = step.run(layer, Rows(h=h, named={"kernel": kernel})).h  # [B A, size, F]
     return rows.put("h", mixed.view_as(rows.h))
 
 

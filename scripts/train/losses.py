@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters import DraftVocab
-from eagle_draft import Eagle3Head, EagleHead
-from files.heads import Eagle3, EagleConfig
+from drafts.residual import spread
+from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
 from model import ModelConfig, Transformer
 from quantize import Linear
 from steps import Attend, Rows, run_steps
@@ -76,7 +76,8 @@ def unrolled_step(head: EagleHead, embedded: Tensor, hidden: Tensor, s: int, pas
 
     positions = torch.arange(s, s + hidden.shape[1], device=hidden.device)
     positions = positions.expand(hidden.shape[:2])
-    rows = Rows(embedded=embedded, features=hidden, ropes=head.ropes(positions))
+    read = {"embedded": embedded, "features": hidden}
+    rows = Rows(ropes=head.ropes(positions), named=read)
     rows = run_steps(head.first, head, rows)
     for layer, keys, values in zip(head.layers, past.k, past.v):
         for step in layer.steps:
@@ -120,7 +121,7 @@ def unrolled_losses(
         known = torch.ones_like(tokens, dtype=torch.bool)
         if eagle3:
             # [V], the official t2d
-            drafted = vocab.spread(torch.ones(vocab.drafted, device=tokens.device)).bool()
+            drafted = spread(vocab, torch.ones(vocab.drafted, device=tokens.device)).bool()
             known = drafted[best]  # [B, T]
         z = recipe.target_lm_head(features[..., : target.config.dim])  # [B, T, N]
         known = F.pad(known, (0, steps))  # [B, T + steps]
@@ -192,7 +193,7 @@ def scale_inputs(head: EagleHead, embedded: Tensor, features: Tensor) -> None:
     if "fc" in dict(head.named_children()):
         seen: list[Tensor] = []
         hook = head.fc.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        rows = Rows(embedded=embedded, features=head.project(features))
+        rows = Rows(named={"embedded": embedded, "features": head.project(features)})
         run_steps(head.first, head, rows)
         hook.remove()
         head.fc = ScaledLinear(head.fc, scale_of(seen[0]))

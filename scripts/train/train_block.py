@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from models.mixtures import with_head_norms
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from options import require
@@ -112,22 +114,22 @@ def make_head(config: BlockTrainConfig, target: Transformer, examples: list[Exam
     every = torch.tensor([i for e in examples for i in e.ids])
     counts = every.bincount(minlength=c.vocab_size)
     rarest = c.vocab_size - 1 - int(counts.flip(0).argmin())  # of equally rare ones the last
-    model = replace(
-        c,
+    own = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
+    plain = replace(
+        ModelConfig(**own),
         n_layers=config.layers,
         ffn_dim=config.ffn_dim or c.ffn_dim,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        qk_norm=True,
         n_experts=0,
         experts_per_token=0,
         rope_scaling=None,
         tie_embeddings=False,
     )
+    model = with_head_norms(plain)
     if config.selector_rank:
-        own = {f.name: getattr(model, f.name) for f in fields(ModelConfig)}
-        model = BlockModel(**own, conv_taps=CONVOLVED, conv_group=math.gcd(c.dim, GROUP))
+        model = BlockModel(**vars(model), conv_taps=CONVOLVED, conv_group=math.gcd(c.dim, GROUP))
     head = BlockHead(
         BlockConfig(
             model,

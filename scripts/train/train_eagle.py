@@ -34,6 +34,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from files.config import read_raw
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from files.head_kinds import head_kind
@@ -111,9 +113,9 @@ from tqdm import tqdm
 from backends.library import lib
 from decode import build_cycles
 from drafters import RootOnly
-from eagle_draft import EagleHead, load_head
+from eagle_draft import EagleConfig, EagleHead, head_names, load_head
 from files.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
-from files.heads import DRAFT_INPUTS, EagleConfig, head_files, head_names
+from files.heads import DRAFT_INPUTS, head_files
 from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
@@ -395,7 +397,6 @@ def make_head(config: TrainConfig, target: Transformer, examples: list[Example])
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        qk_norm=False,
         n_experts=0,  # a head is dense, also for a mixture of experts
         experts_per_token=0,
         rope_scaling=None,  # the official loader knows none in a head
@@ -470,7 +471,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     tensors |= head_training.vocab_layout(head)
     keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     keys |= training.shape_keys(c) | {
-        "bos_token_id": c.bos_id,
+        "bos_token_id": read_raw(Path(config.checkpoint)).get("bos_token_id"),
         "eos_token_id": next(iter(c.eos_ids), None),
         "torch_dtype": config.dtype,
         "bias": head.config.fc_bias,

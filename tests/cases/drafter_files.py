@@ -18,6 +18,7 @@ from files.token_heads import TokenHeads, hydra_names, medusa_names
 from files.weights import export_weights
 from helpers import GOLDEN, golden_target
 from model import ModelConfig, Transformer
+from models.mixtures import with_head_norms
 from quantize import Linear
 from scripts.train import losses, train_eagle
 from scripts.train.train_block import tapped_layers, write_files
@@ -83,7 +84,7 @@ def write_draft_model(out: Path, model: str) -> None:
 
 
 def write_block_head(out: Path, kind: str, target: Transformer) -> None:
-    model = replace(dense_layer(target), qk_norm=True)
+    model = with_head_norms(dense_layer(target))
     spark = kind == "dspark"
     layers = tapped_layers(target.config.n_layers)
     config = BlockConfig(

@@ -50,7 +50,7 @@ def assert_same_rows(target: Transformer, in_cpp: bool, bound: float = 0.0) -> N
         target.fuse(False)
         want = by_passes(target, IDS, width)
         target.fuse(True)
-        assert (target.fused is not None) == in_cpp
+        assert (target.program is not None) == in_cpp
         torch.testing.assert_close(by_passes(target, IDS, width), want, atol=bound, rtol=0)
     target.fuse(False)
 
@@ -70,7 +70,7 @@ def assert_drafts_as_vanilla(target: Transformer, in_cpp: bool, temperature: flo
     """
     options = OPTIONS | {"temperature": temperature, "compile": True}
     vanilla = decode(engine_for(target, RootOnly(), **options), *PROMPTS).history[:2]
-    assert (target.fused is not None) == in_cpp
+    assert (target.program is not None) == in_cpp
     drafters = {name: make(vanilla) for name, make in DRAFTERS.items()}
     for name, drafter in (drafters | {"head": random_head(target)}).items():
         drafted = decode(engine_for(target, drafter, **options), *PROMPTS)

@@ -295,7 +295,7 @@ def test_a_trained_drafter_predicts(kind, tmp_path):
     options |= {"checkpoint": str(GOLDEN / TARGET), **SETTINGS}
     engine = load(head=str(path), tree="dynamic", **options)
     assert engine.option("draft") == "block" and engine.option("quant_draft") == "int4"
-    assert (engine.drafter.head.fused is None) == (kind == "dflash2")
+    assert (engine.drafter.head.program is None) == (kind == "dflash2")
     found = generate(engine, PROMPTS)
     assert found.stats["tau"] > 1.2
     plain = load(draft="none", **options | {"quant_draft": ""})

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from test_block_draft import trained_dir
 
-from backends.fusions import NEXT_READER, AddNorm, FusedLayers
+from backends.fusions import NEXT_READER, AddNorm, MergedModel
 from backends.library import has_cpu_operators
 from backends.weight import Embedding
 from block_files import (
@@ -39,7 +39,7 @@ from block_files import (
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs
 from drafts.block_draft import SparkDrafter, load_head
-from eagle_draft import ParallelEagleDrafter
+from drafts.parallel_eagle import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
 from files.rounding import quantize_directory
 from helpers import (
@@ -707,12 +707,12 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
     head = drafter.head
     for state, inputs in drafts(drafter):
         want = drafter.run_block(state, inputs)
-        head.fused_layers = FusedLayers(head.layers, head.last, head)
-        steps = head.fused_layers.segments[0].steps
+        head.program = MergedModel(head)
+        steps = head.program.segments[0].steps
         readers = {step.reader for step in steps if isinstance(step, AddNorm)}
         assert readers <= ({""} if head.config.model.conv_taps else {"w13", NEXT_READER})
         assert (drafter.run_block(state, inputs) - want).abs().max() < 1e-5
-        head.fused_layers = None
+        head.program = None
 
 
 @pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine", "lilicorr"])

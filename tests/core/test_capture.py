@@ -36,7 +36,8 @@ from helpers import (
     golden_target,
     noisy_copy,
 )
-from model import ModelConfig, Transformer
+from model import Transformer
+from models.mixtures import Qwen
 from reference import pack_report, with_times
 from run.cuda import set_cuda_device
 from run.session import Session
@@ -274,7 +275,7 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
         report = with_times(report, [0, 0, 0, ended])
         session = Session(engine, host_lag=1)
         result = CycleResult(report, 0, None)
-        result.launched_s = time.perf_counter() - 2
+        result.began_s = time.perf_counter() - 2
         result.read()
         assert seconds <= session._seconds(result) < (60 if seconds == 2 else 1.001)
 
@@ -283,7 +284,7 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
 def test_dense_layers_and_mixtures_are_compiled_apart():
     """Compiled steps check no modules: one kind of block must not run what was compiled for the other."""
     experts = {"n_experts": 8, "experts_per_token": 2, "expert_dim": 32, "dense_layers": (1,)}
-    target = Transformer(ModelConfig(64, 2, 4, 2, 16, 96, 97, **experts)).requires_grad_(False)
+    target = Transformer(Qwen(64, 2, 4, 2, 16, 96, 97, **experts)).requires_grad_(False)
     torch.manual_seed(0)
     for parameter in target.parameters():
         parameter.data = torch.randn(parameter.shape) * 0.2 + (parameter.dim() == 1)

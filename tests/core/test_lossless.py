@@ -34,8 +34,7 @@ from drafts.auto_trees import with_smaller_trees
 from drafts.kept_texts import vocabulary_of
 from drafts.model_draft import ModelDrafter
 from drafts.ngram_draft import Ngram, NgramDrafter
-from eagle_draft import EagleDrafter
-from files.heads import draft_lm_head
+from eagle_draft import EagleDrafter, draft_lm_head
 from helpers import (
     GOLDEN,
     LOOP,

@@ -20,10 +20,10 @@ import backends.cpp.pages
 import files.weights
 from backends.cpp.pages import HUGE_PAGE, HugePages
 from files.config import config_from, read_config
-from files.weights import export_weights, load_model, weight_names
+from files.weights import export_weights, load_model
 from helpers import Operators, block_inputs
 from kv_cache import KVCache, Window, causal_window
-from model import rope_frequencies
+from model import rope_frequencies, weight_names
 from quantize import Linear, Quantization
 from reference import choose
 from run.load import load
@@ -200,7 +200,7 @@ def test_older_configs():
     c = configured(rope_theta=5e5)
     assert (c.n_kv_heads, c.head_dim, c.norm_eps, c.dtype) == (4, 16, 1e-5, "float16")
     assert (c.rope_theta, c.rope_scaling, c.max_context) == (5e5, None, 512)
-    assert (c.bos_id, c.eos_ids, c.tie_embeddings) == (1, (2,), False)
+    assert (c.eos_ids, c.tie_embeddings) == ((2,), False)
     assert configured().rope_theta == 10000.0
     c = configured(rope_scaling={"type": "linear", "factor": 4.0})
     assert c.rope_scaling["rope_type"] == "linear" and c.rope_scaling["factor"] == 4.0

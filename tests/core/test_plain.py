@@ -266,7 +266,7 @@ def test_the_flag_end_to_end(short_demo, capsys):
 def test_on_a_cpu_whole_passes_run_in_cpp_by_default(short_demo, options, fused):
     engine = load(checkpoint=str(short_demo), device="cpu", context=128, **options)
     assert engine.option("compile") is fused
-    assert (engine.target.fused is not None) is fused
+    assert (engine.target.program is not None) is fused
 
 
 def test_plain_and_compile_are_opposites(capsys):

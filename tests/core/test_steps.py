@@ -16,52 +16,51 @@ import torch
 from torch import Tensor, nn
 
 from backends.cpp.layers import Program, fits, steps_of
-from backends.fusions import FusedLayers, fuse
-from eagle_draft import Eagle3Head, EagleHead
-from files.heads import Eagle3, EagleConfig
-from files.weights import weight_names
+from backends.fusions import MergedLayers, fuse
+from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
+from files import registry
 from helpers import COMPILER
 from kv_cache import KVCache, Window, with_slots
-from model import ModelConfig, Transformer, run_layers, windows_of
-from models import registry
+from model import ModelConfig, Transformer, run_layers, weight_names, windows_of
 from models.gemma3 import Gemma3
 from models.gemma4 import Gemma4
 from models.glm4 import Glm4
 from models.glm4_moe import Glm4Moe
 from models.gpt_oss import GptOss
 from models.lfm2 import Lfm2
+from models.mixtures import Qwen
 from models.qwen3_5 import Qwen35
+from models.steps import AddShared, Scale
 from reference import TORCH, choose, use_backend
 from run.tp import SumRanks, split_dims, with_sums
-from steps import REGISTERS, Add, AddShared, Copy, Project, Rows, Scale, Step, run_steps
+from steps import Add, Copy, Project, Rows, Step, run_steps
 
 SIZES = (64, 3, 4, 2, 16, 96, 50)
 LLAMA = ModelConfig(*SIZES)
 MODELS = {
     "llama": LLAMA,
     "with biases": replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "qwen3": replace(LLAMA, qk_norm=True, norm_eps=1e-6),
+    "qwen3": Qwen(*SIZES, qk_norm=True, norm_eps=1e-6),
     "mixtral": replace(LLAMA, n_experts=5, experts_per_token=2),
-    "qwen3 moe": replace(
-        LLAMA, qk_norm=True, n_experts=6, experts_per_token=3, expert_dim=32, norm_topk=False,
-        dense_layers=(1,), expert_names="qwen",
+    "qwen3 moe": Qwen(
+        *SIZES, qk_norm=True, n_experts=6, experts_per_token=3, expert_dim=32, norm_topk=False,
+        dense_layers=(1,),
     ),
-    "qwen2 moe": replace(
-        LLAMA, qkv_bias=True, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48, norm_topk=False,
-        expert_names="qwen",
+    "qwen2 moe": Qwen(
+        *SIZES, qkv_bias=True, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48, norm_topk=False,
     ),
     "glm4": Glm4(*SIZES, qkv_bias=True, rotary_dim=8),
     "glm4 moe": Glm4Moe(
         *SIZES, qk_norm=True, rotary_dim=8, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48,
-        share_scale=2.5, dense_layers=(0,), expert_names="qwen",
+        share_scale=2.5, dense_layers=(0,),
     ),
-    "gemma3": Gemma3(*SIZES, qk_norm=True, window=4, query_scale=0.2, sliding_layers=(0, 2)),
+    "gemma3": Gemma3(*SIZES, window=4, query_scale=0.2, sliding_layers=(0, 2)),
     "gemma4, small": Gemma4(
-        *SIZES, qk_norm=True, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
+        *SIZES, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
         shared_layers=1, wide_ffn=True, per_layer_dim=16, per_layer_vocab=50,
     ),
     "gemma4, experts": Gemma4(
-        *SIZES, qk_norm=True, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
+        *SIZES, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
         keys_as_values=True, n_experts=5, experts_per_token=2, expert_dim=32,
     ),
     "qwen3_5": Qwen35(
@@ -138,7 +137,8 @@ def begun(model: nn.Module) -> tuple[Rows, nn.Module]:
     embedding = filled(nn.Embedding(50, 64))
     features = torch.randn(B, T, 64, generator=generator).bfloat16().float()
     windows = windows_of((), tree_window(), TORCH)
-    rows = Rows(embedded=embedding(tokens).float(), features=features, windows=windows)
+    read = {"embedded": embedding(tokens).float(), "features": features}
+    rows = Rows(windows=windows, named=read)
     return rows._replace(ropes=model.ropes(positions())), embedding
 
 
@@ -170,7 +170,7 @@ def by_cpp(model: nn.Module, config: ModelConfig, behind: int, register: str) ->
     scale = getattr(config, "embedding_scale", 1.0)
     program = Program(parts, embedding, model.ropes, scale).prepared
     tokens = torch.arange(B * T).view(B, T) % 50
-    features = torch.zeros(B, T, 64) if rows.features is None else rows.features
+    features = torch.zeros(B, T, 64) if "features" not in rows.named else rows.get("features")
     parents = torch.arange(T).expand(B, T).contiguous()
     inputs = (tokens, features.bfloat16(), parents, positions())
     cache = empty_cache(config)
@@ -217,7 +217,7 @@ def test_merged_steps_compute_what_their_parts_do(name):
     ends = [i for i, (*_, layer) in enumerate(places_of(model)) if 0 <= layer < config.n_layers]
     rows, _ = begun(model)
     rows = run_steps(model.first, model, rows)
-    fused = FusedLayers(model.layers, model.last, model)
+    fused = MergedLayers(model.layers, model.last, model)
     kinds = [type(step) for segment in fused.segments for step in segment.steps]
     assert len(kinds) < len(ends), "nothing was merged"
     rows, aux = run_layers(
@@ -245,7 +245,7 @@ def test_segments_of_one_kind_are_equal():
     }
     for name, kinds in kinds_of.items():
         model, _ = model_of(name)
-        fused = FusedLayers(model.layers, model.last, model)
+        fused = MergedLayers(model.layers, model.last, model)
         assert len({segment.steps for segment in fused.segments}) == kinds, name
 
 
@@ -293,19 +293,22 @@ def test_a_step_without_cpp_leaves_its_model_to_pytorch():
         layer.steps = (*layer.steps[:-1], Double(), layer.steps[-1])
     assert not fits(steps_of(model))
     model.fuse(True)
-    assert model.fused is None
+    assert model.program is None
     assert not torch.equal(model(*[torch.zeros(1, 3, dtype=torch.long)] * 2), want)
 
 
-def test_registers_have_one_order():
-    assert Rows._fields[: len(REGISTERS)] == REGISTERS
+def test_a_register_that_cpp_lacks_leaves_its_model_to_pytorch():
+    model, _ = model_of("llama")
+    assert fits(steps_of(model))
+    model.last = (Copy("h", "kernel"), *model.last)
+    assert not fits(steps_of(model))
 
 
 # ------------------------------------------------------------------------------------- the registry
 
 
 def test_every_row_loads_and_describes_itself():
-    for row in registry.ROWS:
+    for row in registry.rows():
         module = row.load()
         assert callable(module.read_config) and module.GGUF.layer, row
     assert registry.row_of(None, "qwen3").name == "Qwen3ForCausalLM"
@@ -317,7 +320,7 @@ def test_an_architecture_that_nobody_has_described_is_refused_before_torch(tmp_p
     keys = {"architectures": ["FooForCausalLM"], "model_type": "foo"}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     code = (
-        "import sys; from pathlib import Path; from models.registry import check_architecture\n"
+        "import sys; from pathlib import Path; from files.registry import check_architecture\n"
         "try: check_architecture(Path(sys.argv[1]))\n"
         "except ValueError as error: print(error, 'torch' in sys.modules)"
     )

@@ -25,9 +25,9 @@ import decode
 from files.checkpoint import Codes, scale_name
 from files.config import config_from, open_source
 from files.rounding import quantize_directory
-from files.weights import export_weights, load_model, weight_names
+from files.weights import export_weights, load_model
 from helpers import GOLDEN, PROMPTS
-from model import Transformer
+from model import Transformer, weight_names
 from quantize import Quantization
 from reference import TORCH
 from run import generate, ranks, stats, tp

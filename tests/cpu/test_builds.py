@@ -55,7 +55,7 @@ def decode_all() -> dict[str, list]:
             engines = [engine_for(target, each, compile=compile, **options) for each in drafters]
             tokens = [decode(engine, PROMPT).history[0] for engine in engines]
             found[f"{name} {'fused' if compile else 'eager'}"] = tokens
-            assert (target.fused is not None) == (head.fused is not None) == compile
+            assert (target.program is not None) == (head.program.in_cpp) == compile
     return found
 
 

@@ -16,15 +16,16 @@ from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
 from backends.weight import pack_codes
 from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
-from eagle_draft import Eagle3Head, EagleDrafter, EagleHead
-from files.heads import Eagle3, EagleConfig
+from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleDrafter, EagleHead
 from helpers import decode, engine_for
 from kv_cache import KVCache, Window, causal_window
 from model import ModelConfig, Transformer, run_layers
+from models.mixtures import with_head_norms
+from models.steps import HeadNorm
 from quantize import FORMATS, Int4, Linear, stack
 from reference import TORCH, choose, use_backend
 from run.tp import SumRanks
-from steps import HeadNorm, Router
+from steps import Router
 
 COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
@@ -34,10 +35,9 @@ CONFIG = ModelConfig(
 )
 BIASED = ModelConfig(64, 2, 4, 4, 32, 160, 50, qkv_bias=True, o_bias=True, mlp_bias=True)
 MIXTURE = ModelConfig(64, 3, 4, 2, 16, 96, 50, n_experts=5, experts_per_token=2)
-QWEN3 = replace(CONFIG, qk_norm=True, norm_eps=1e-6)
+QWEN3 = replace(with_head_norms(CONFIG), norm_eps=1e-6)
 QWEN3_MOE = replace(
     QWEN3, n_experts=12, experts_per_token=3, expert_dim=32, norm_topk=False, dense_layers=(1,),
-    expert_names="qwen",
 )  # fmt: skip
 BF16 = torch.bfloat16
 
@@ -85,7 +85,7 @@ def model(config: ModelConfig = CONFIG, quant: str | None = None) -> Transformer
 def fused(target: Transformer) -> Transformer:
     """The model, fused as in an engine with --compile."""
     target.fuse(True)
-    assert isinstance(target.fused, FusedModel)
+    assert isinstance(target.program, FusedModel)
     return target
 
 
@@ -189,15 +189,15 @@ def test_a_target_and_a_head_decode_by_them(monkeypatch):
 
     def decoded(drafter, compile=True):
         engine = engine_for(target, drafter, compile=compile, **options)
-        assert (target.fused is not None) == compile
-        assert drafter.layers is None or (head.fused is not None) == compile
+        assert (target.program is not None) == compile
+        assert drafter.layers is None or (head.program.in_cpp) == compile
         return decode(engine, prompt).history
 
     drafter = EagleDrafter(head, target, StaticTree(((0,), (1,), (0, 0), (1, 0))))
     modules = decoded(drafter, compile=False)
     assert not served and decoded(RootOnly(), compile=False) == modules
     assert decoded(RootOnly()) == decoded(drafter) == modules
-    assert {id(self) for self, _ in served} >= {id(target.fused), id(head.fused)}
+    assert {id(self) for self, _ in served} >= {id(target.program), id(head.program)}
     assert len({f for _, f in served}) == 3
 
 
@@ -267,7 +267,7 @@ def test_what_is_left_to_the_modules():
     assert not fits(steps_of(fill(Transformer(odd), None)))
     for target in (fill(Transformer(odd), None), model().float()):
         engine_for(target, RootOnly(), compile=True)
-        assert target.fused is None
+        assert target.program is None
     target = model()
     target.layers[1].steps += (SumRanks(),)
     assert not fits(steps_of(target))
@@ -276,7 +276,7 @@ def test_what_is_left_to_the_modules():
     # without a cache, as in training, the modules run
     assert target(tokens, tokens).isfinite().all()
     target.fuse(False)
-    assert target.fused is None
+    assert target.program is None
 
 
 def test_wrong_operands():
@@ -379,13 +379,13 @@ def test_a_head_in_one_call(config, quant):
     drafter = drafter_of(config, quant)
     want = {batch: passes_of(drafter, batch) for batch in (1, 3)}
     drafter.fuse(True)
-    assert isinstance(drafter.head.fused, FusedHead)
+    assert isinstance(drafter.head.program, FusedHead)
     for batch, theirs in want.items():
         ours = passes_of(drafter, batch)
         assert [x.shape for x in ours] == [x.shape for x in theirs]
         assert [torch.equal(x, y) for x, y in zip(ours, theirs)] == [True] * len(ours)
     drafter.fuse(False)
-    assert drafter.head.fused is None
+    assert not drafter.head.program.in_cpp
 
 
 def test_every_option_of_a_head_matters():

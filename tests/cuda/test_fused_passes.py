@@ -97,9 +97,9 @@ def test_kernels_of_a_pass(config, form, dtype, rows, merged, kernels):
     with FakeTensorMode(), torch.no_grad():
         model = fake_model(config, form, dtype)
         model.fuse(True)
-        assert model.fused is None and model.fused_layers is not None
+        assert not model.program.in_cpp
         if not merged:
-            model.fused_layers = None
+            model.program = None
         kv = [torch.empty(1, 2, 128, 16, dtype=dtype, **CUDA) for _ in range(2)]
         cache = KVCache(kv[:1], kv[1:], None, (0,))
         slots = torch.zeros(1, rows, dtype=torch.long, **CUDA)

@@ -145,7 +145,7 @@ def test_missing_keys_have_gemmas_defaults(tmp_path):
     ours, theirs = read_config(tmp_path), transformers.Gemma3TextConfig(**keys)
     assert (ours.dim, ours.n_layers, ours.n_heads, ours.n_kv_heads) == (2560, 34, 8, 4)
     assert (ours.head_dim, ours.vocab_size, ours.tie_embeddings) == (256, theirs.vocab_size, True)
-    assert (ours.max_context, ours.eos_ids, ours.bos_id) == (131072, (1, 106), 2)
+    assert (ours.max_context, ours.eos_ids) == (131072, (1, 106))
     assert ours.dtype == "bfloat16"
     seen = [step.window for i in range(34) for step in ours.layer(i) if hasattr(step, "window")]
     assert seen == [1024 * (kind == "sliding_attention") for kind in theirs.layer_types]

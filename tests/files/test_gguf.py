@@ -33,8 +33,9 @@ from files.fetch import title_of
 from files.gguf import STORED, TYPES, GgufFile
 from files.gguf_header import chat_template_text, read_header
 from files.tokenizer import Tokenizer
-from files.weights import export_weights, load_model, weight_names
+from files.weights import export_weights, load_model
 from helpers import OPERATORS, slow
+from model import weight_names
 from run import quantize as run_quantize
 from run.generate import generate, load
 from run.options import GenerateConfig
@@ -355,7 +356,7 @@ def test_bos_and_eos(tmp_path):
     tok = Tokenizer.load(path)
     assert tok.encode("a")[0] == 1 and tok.encode("<|im_start|>a", special=True).count(1) == 1
     assert tok.eos_ids == (0,) and read_raw(path)["eos_token_id"] == [0, 5, 2]  # 2 is <|im_end|>
-    assert read_config(path).eos_ids == (0, 5, 2) and read_config(path).bos_id == 1
+    assert read_config(path).eos_ids == (0, 5, 2)
     assert tok.special == {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}
     keys = {"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2}
     tok = Tokenizer.load(write(tmp_path / "n.gguf", NAME | BPE_METADATA | keys, {}))
@@ -437,7 +438,7 @@ def test_special_ids_beyond_the_vocabulary(capsys, tmp_path):
     said = f"note: {path}: bos_token_id 1000000 is not one of the {count} tokens; it is ignored\n"
     assert capsys.readouterr().err == said + said.replace("bos", "eos")
     assert (tok.bos_id, tok.eos_ids, tok.adds_bos) == (None, (), False)
-    assert read_config(path).eos_ids == (0, 2) and read_config(path).bos_id is None
+    assert read_config(path).eos_ids == (0, 2)
 
 
 @pytest.mark.parametrize("strange", [0, 7, -1])

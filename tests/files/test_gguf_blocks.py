@@ -37,7 +37,7 @@ from backends.triton.layout import BLOCK_FORMS
 from backends.weight import Embedding
 from files.gguf import GgufFile
 from files.gguf_blocks import keeps_blocks
-from files.weights import export_weights, load_model, weight_names
+from files.weights import export_weights, load_model
 from helpers import (
     BLOCK_KINDS,
     OPERATORS,
@@ -49,6 +49,7 @@ from helpers import (
     trimmed_head,
 )
 from kv_cache import KVCache, causal_window
+from model import weight_names
 from quantize import BLOCKS, Linear, Quantization
 from reference import choose, use_backend
 from run.generate import generate, load
@@ -388,7 +389,7 @@ def test_drafting_changes_no_token(
     files = {"eagle": {"eagle": random_head}, "model": {"draft_checkpoint": path}}
     options = {"checkpoint": path, "draft": draft, **files.get(draft, {}), **DECODING}
     engine = load(temperature=temperature, batch_size=batch, compile=compile, **options)
-    assert engine.option("quant") == "blocks" and (engine.target.fused is not None) == compile
+    assert engine.option("quant") == "blocks" and (engine.target.program is not None) == compile
     result = generate(engine, PROMPTS)
     assert result.tokens == vanilla(case, temperature)
     if draft == "model":  # which drafts with the target's own numbers

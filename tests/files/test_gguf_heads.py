@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 
 from backends.library import has_cpu_operators
 from backends.weight import Embedding
-from eagle_draft import load_head
+from eagle_draft import head_names, load_head
 from files.config import read_config, resolve_draft
 from files.gguf_heads import GgufHead
-from files.heads import HeadFiles, head_files, head_names, print_notes, read_head
+from files.heads import HeadFiles, head_files, print_notes, read_head
 from files.weights import load_model
 from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
 from kv_cache import KVCache, causal_window
@@ -148,7 +148,7 @@ def test_a_file_says_what_the_directory_says(files, flags, capsys):
     print_notes(ours, config)
     assert "without effect" not in capsys.readouterr().err
     assert config.eagle3 == want.eagle3 and config.sharpness == want.sharpness
-    others = {"rope_scaling": None, "eos_ids": (), "bos_id": None}
+    others = {"rope_scaling": None, "eos_ids": ()}
     assert replace(config.model, **others) == replace(want.model, **others)
     for key in {*(config.model.rope_scaling or {}), *(want.model.rope_scaling or {})}:
         assert config.model.rope_scaling[key] == pytest.approx(want.model.rope_scaling[key])
@@ -229,7 +229,7 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
     layers = [head.fc, head.lm_head, *(getattr(head.layers[0], w) for w in ("w13", "w2"))]
     layers += [head.layers[0].wqkv, head.layers[0].wo]
     assert all(layer.format == BLOCKS for layer in layers)
-    assert engine.drafter.lm_head is head.lm_head and head.fused is not None
+    assert engine.drafter.lm_head is head.lm_head and head.program.in_cpp
     assert engine.option("draft") == "eagle" and engine.option("quant_draft") == BLOCKS
     assert generate(engine, PROMPTS).tokens == vanilla()
     target = engine.target

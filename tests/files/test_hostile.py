@@ -35,10 +35,10 @@ import files.tokenizer
 from files import checkpoint
 from files.config import read_config
 from files.heads import HFEagle2Head, HFEagle3Head, HFNestedConfig
+from files.keys import HFConfig, HFSwiGLU
 from files.tokenizer import Tokenizer
 from files.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
 from helpers import GOLDEN
-from models.keys import HFConfig, HFSwiGLU
 from run import generate
 from run.options import DEMO, GenerateConfig
 from scripts import export_head

@@ -23,7 +23,8 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen35
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 
-from backends.fusions import FusedLayers
+from backends.fusions import MergedHead
+from eagle_draft import HeadPasses
 from files.chat import TextFiles
 from helpers import InTurn, in_turn, slow
 from kv_cache import KVCache, causal_window
@@ -207,7 +208,7 @@ def test_every_tree_gives_vanillas_tokens(hitting, kind, tree, form, temperature
     engine = load(path, tree=tree, **options)
     assert engine.option("draft") == "mtp"
     drafter = getattr(engine.drafter, "drafter", engine.drafter)
-    assert (drafter.head.fused is None) == (form == "none")
+    assert (not drafter.head.program.in_cpp) == (form == "none")
     if tree == "auto":  # no clock counts
         engine = replace(engine, policy=InTurn())
     found = generate(engine, PROMPTS[:batch])
@@ -222,10 +223,9 @@ def test_fused_segments_compute_what_the_layer_does(hitting):
         x = torch.randn(2, 1, 7, 64, generator=torch.Generator().manual_seed(3))
         window = causal_window(torch.zeros(1).long(), 7)
         found = []
-        for fused in (None, FusedLayers(head.layers, head.last, head)):
-            head.fused_layers = fused
+        for passes in (HeadPasses(head, None), MergedHead(head, None)):
             cache = KVCache.empty(head.config.model, 1, 7, torch.float32, "cpu")
-            found.append(head(*x, window.slots, cache, window))
+            found.append(passes.forward(*x, window.slots, cache, window))
         torch.testing.assert_close(*found)
 
 
@@ -326,7 +326,7 @@ def test_a_file_in_blocks_drafts_in_its_own_bits(tmp_path):
     options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2, "device": "cpu"}
     engine = load(path, NO_TEXT, tree="dynamic:4,3,12", **options)
     assert engine.option("quant_draft") == "blocks"
-    assert engine.drafter.head.fc.packed and engine.drafter.head.fused
+    assert engine.drafter.head.fc.packed and engine.drafter.head.program.in_cpp
     found = generate(engine, PROMPTS)
     assert found.tokens == generate(load(path, NO_TEXT, draft="none", **options), PROMPTS).tokens
     assert found.stats["tau"] > 2

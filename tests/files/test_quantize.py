@@ -27,7 +27,7 @@ import files.rounding
 import quantize
 from backends.cpp import build
 from backends.weight import grouped_reference, pack_codes, unpack
-from eagle_draft import load_head
+from eagle_draft import draft_lm_head, load_head
 from files import checkpoint
 from files.checkpoint import (
     WeightFiles,
@@ -38,7 +38,6 @@ from files.checkpoint import (
     stored_shapes,
     to_file,
 )
-from files.heads import draft_lm_head
 from files.io import read_json
 from files.rounding import quantize_directory
 from files.weights import load_model

@@ -24,9 +24,9 @@ from backends.weight import pack_codes
 from files.checkpoint import WeightFiles, write_checkpoint
 from files.config import read_config
 from files.gptq_awq import QuantizedFiles
-from files.weights import CheckpointLoader, export_weights, load_model, weight_names
+from files.weights import CheckpointLoader, export_weights, load_model
 from helpers import GOLDEN, OPERATORS, refused, slow
-from model import Transformer
+from model import Transformer, weight_names
 from quantize import Linear, Quantization, Storage
 from random_model import watch_loading
 from run import quantize as run_quantize
@@ -437,7 +437,7 @@ def test_all_layers_in_one_call(tmp_path, keep):
     prompt, engine = [[1, 293, 401, 5, 77]], load(**options)
     expected = generate(engine, prompt).tokens
     engine = load(**options, compile=True)
-    assert engine.target.fused is not None
+    assert engine.target.program is not None
     assert generate(engine, prompt).tokens == expected and len(expected[0]) == 16
     check_layers(engine.target, weight_names(engine.target.config), weights)
 

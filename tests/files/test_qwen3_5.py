@@ -18,8 +18,9 @@ from drafts.places import recipes_of
 from files.config import read_config
 from files.weights import load_model
 from helpers import decode, engine_for, in_turn, pairwise, slow
-from kv_cache import TAPS, KVCache, LayerState, StateShape, Window, causal_window
+from kv_cache import KVCache, Window, causal_window
 from models.recurrent import DeltaWeights, delta_rule, parents_of
+from models.states import TAPS, LayerState, StateShape
 from quantize import BLOCKS, Quantization
 from reference import build_tree, choose
 from run import stats
@@ -162,7 +163,7 @@ def test_quantized_models_decode_trees_as_vanilla(tmp_path, quant, kv, shape):
     target = load_model(tmp_path, torch.bfloat16, quant=form)
     options = OPTIONS | {"compile": True, "kv": kv}
     engine = engine_for(target, RootOnly(), **options)
-    assert target.fused is not None
+    assert target.program is not None
     vanilla = decode(engine, *PROMPTS).history[:2]
     drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), **options), *PROMPTS)
     assert drafted.history[:2] == vanilla
@@ -251,7 +252,7 @@ def test_a_file_in_blocks_decodes_trees_as_vanilla(tmp_path, kind, shape):
     target = load_model(path, quant=Quantization(BLOCKS, saved=True))
     assert shape or all(layer.w2.packed for layer in target.layers)
     vanilla = decode(engine_for(target, RootOnly(), compile=True, **OPTIONS), *PROMPTS).history[:2]
-    assert target.fused is not None
+    assert target.program is not None
     drafted = decode(engine_for(target, Oracle(vanilla, 16, 5), compile=True, **OPTIONS), *PROMPTS)
     assert drafted.history[:2] == vanilla
 
@@ -447,7 +448,7 @@ def test_the_pass_in_cpp_has_the_rows_of_its_operators(target):
         target.fuse(False)
         want = by_passes(target, IDS, width)
         target.fuse(True)
-        assert (target.fused is not None) == bf16
+        assert (target.program is not None) == bf16
         assert torch.equal(by_passes(target, IDS, width), want)
     target.fuse(False)
 
@@ -665,7 +666,7 @@ def test_states_count_as_memory(tmp_path, monkeypatch):
     random_model().save_pretrained(tmp_path)
     engine = engine_for(load_model(tmp_path, torch.float32), RootOnly(), batch_size=3)
     cache = Session(engine).buffers.cache
-    states = [state for pair in zip(cache.states, cache.snapshots) for state in pair if state]
+    states = [state for pair in cache.states.recurrent() for state in pair]
     numbers = sum(buffer.nbytes for state in states for buffer in state[:2])
     slots = sum(buffer.nbytes for buffer in (*cache.k, *cache.v))
     assert numbers > 0

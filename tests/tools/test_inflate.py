@@ -18,10 +18,10 @@ from drafts.places import recipes_of
 from drafts.stand_in import SHAPES, InflatedFiles, ModelShape, inflate_head, inflate_target
 from eagle_draft import EagleHead, load_head
 from files.config import read_config
-from files.weights import load_model, weight_names
+from files.weights import load_model
 from helpers import GOLDEN, OPERATORS, slow
 from kv_cache import KVCache, causal_window
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, weight_names
 from quantize import Linear
 from run.generate import generate, load, main
 from run.options import DEMO
@@ -183,7 +183,7 @@ def test_every_architecture_keeps_its_function(monkeypatch, tmp_path, name):
 
 
 def test_a_step_whose_weights_have_no_places_is_refused():
-    step = PartNorm("fc_norm_0", 32, 1e-5, 0, 3)
+    step = PartNorm("fc_norm_0", 32, 1e-5, part=0, parts=3)
     with pytest.raises(ValueError, match="a step PartNorm have no stand-ins; use another model"):
         recipes_of([(step, step)])
 

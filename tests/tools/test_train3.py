@@ -19,6 +19,7 @@ from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleDrafter, load_drafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from kv_cache import KVCache, causal_window
+from models.steps import HeadNorm
 from reference import TORCH, use_backend
 from run.options import GenerateConfig
 from scripts.train import feature_cache as features
@@ -35,7 +36,7 @@ from scripts.train.losses import (
     unrolled_losses,
 )
 from scripts.train.train_eagle import Example, TrainConfig
-from steps import HeadNorm, add_modules
+from steps import add_modules
 
 UNROLLED = STEPS[3]
 TARGET = "models/target_llama31_gqa8"
@@ -224,7 +225,7 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
     options = GenerateConfig(
         checkpoint=config.checkpoint, head=str(tmp_path), draft="eagle", quant_draft="none"
     )
-    drafter = load_drafter(target(), options)
+    drafter = load_drafter(target(), options.head, options.draft_tree, options.quant_draft)
     kept = drafter.vocab.ids
     assert torch.equal(kept, head.vocab.ids) and len(kept) == 100
     assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[kept])

@@ -5,9 +5,9 @@ Their list of steps and their weights' names are `ModelConfig`'s own (model.py).
 
 from __future__ import annotations
 
+from files.gguf_names import GgufLayout
+from files.keys import common_fields, read_swiglu_keys, within_window
 from model import ModelConfig
-from models.gguf_names import GgufLayout
-from models.keys import common_fields, read_swiglu_keys, within_window
 
 # architecture -> (bias of q, k and v; bias of o); None: as the key `attention_bias` has it
 BIASES = {

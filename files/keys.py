@@ -81,7 +81,6 @@ class HFConfig:
     eos_token_id: int | list | None = key(TOKEN_IDS, None)
     torch_dtype: str | None = key(TEXT, None)
     dtype: str = key(TEXT, "float32")  # the same in newer files
-    stand_in: str = key(TEXT, "")
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,8 @@ def common_fields(hf: HFConfig) -> dict[str, Any]:
         "max_context": longest_context(hf, scaling),
         "mlp_bias": hf.mlp_bias,
         "tie_embeddings": hf.tie_word_embeddings,
-        "bos_id": None if hf.bos_token_id == -1 else hf.bos_token_id,
         "eos_ids": all_ids(hf.eos_token_id),
         "dtype": (hf.torch_dtype or hf.dtype).removeprefix("torch."),
-        "stand_in": hf.stand_in,
     }
 
 

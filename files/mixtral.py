@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from files.fields import key, read_fields
+from files.gguf_names import GgufLayout
+from files.keys import EXPERTS, common_fields, read_swiglu_keys, within_window
 from model import ModelConfig
-from models.gguf_names import GgufLayout
-from models.keys import EXPERTS, common_fields, read_swiglu_keys, within_window
 
 GGUF = GgufLayout(
     mixture={
