@@ -1,4 +1,4 @@
-"""The decode cycle: every method proposes a draft tree, and decoding is the verification of a tree.
+"""The decode cycle and the one loop: decoding is the verification of draft trees.
 
     tokens [B, S+1] --root--> draft --DraftTree [B, N]--> verify --Accepted [B, D+1]--> extend
                                 |                           |                             |
@@ -10,37 +10,45 @@ A `Cycle` has three steps, each tensors to tensors with static shapes:
    target's own tokens is accepted, the bonus token added, the cache compacted, the root advanced.
 3. extend: the drafter reads the confirmed tokens with the target's features.
 Vanilla decoding is the cycle whose tree is only its root. There is a cycle for each preset of a
-drafter and each mode of sampling. On CUDA a cycle is captured as one graph: no step waits for the
-host. With --compile its steps are compiled first (`fullgraph=True`). On a CPU they call C++
-operators.
-Not here: the host's side (run/scheduler.py, run/session.py), compiling and capturing (runtime.py),
-loading (run/load.py).
+drafter and each mode of sampling. A `Loop` decodes B sequences: every `step` launches a cycle,
+reads the report of an earlier one, on CUDA one cycle late, and runs a chunk of the prompts. An
+output is a function of (weights, prompt, its parameters, seed) alone.
+Trade-off: prefill is not compiled, as matmuls take its time. Not here: compiling and capturing
+(runtime.py); requests, texts, guides, observers (run/session.py, which extends `Loop`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import sampling
 from draft_tree import Accepted, DecodedTokens, DraftTree
-from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
+from drafters import Drafter, DrafterUpdate, DraftInputs
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
-from options import require
+from options import Sampling
 from reference import choose, use_backend
-from run.observer import REPORT, Observer
-from run.options import GenerateConfig, Sampling
-from run.tree_paths import DraftLimit
-from runtime import StepClock, compiled, copy_into, replace_fields
-from sampling import SamplingMode, SamplingTensors
+from runtime import (
+    HostCopy,
+    Replay,
+    StepClock,
+    compiled,
+    copy_into,
+    replace_fields,
+    sequence_of,
+)
+from sampling import SamplingMode, SamplingTensors, Shaping
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
+PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
+REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report, behind its tokens
+TIMES = ("began", "drafted", "verified", "ended")  # then (ns)
 
 
 class DecodeState(NamedTuple):
@@ -74,121 +82,37 @@ def pick_tokens(
     return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
 
 
-def cache_dtype(config: GenerateConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the target's cache. dtype: of its weights"""
-    return torch.int8 if config.kv == "int8" else dtype
-
-
-class Guide(Protocol):
-    """Masks the tokens that may follow the text of one sequence, as a grammar does."""
-
-    fault: str  # told where it allows nothing
-
-    def take(self, tokens: list[int]) -> list[int]:
-        """Go on behind decided tokens.
-
-        Returns: those that are allowed: all, unless it allows nothing behind them.
-        """
-
-    def root_mask(self, device: torch.device) -> Tensor | None:
-        """Return the tokens that may follow, [1, 1, V] bool; None: all."""
-
-    def around(
-        self, engine: Engine, preset: int, guides: list[Guide | None], live: list[bool]
-    ) -> Drafter:
-        """Return a preset of the engine whose trees keep to the guides of all sequences."""
-
-
-class GuideSource(Protocol):
-    """Something to write by, for any number of texts."""
-
-    def begin(self) -> Guide:
-        """Begin a text."""
-
-
-class Rescorer(Protocol):
-    """Changes the target's scores by the text before each node, as penalties of repeats do."""
-
-    def check(self, own: Sampling) -> None:
-        """Check that the tokens exist. Raises: ValueError."""
-
-    def rows(self, each: Sequence[Sampling]) -> Any:
-        """Make the parameters of B sequences, a tuple of tensors [B, ...]."""
-
-    def rescore(
-        self, scores: Tensor, rule: SamplingTensors, text: DecodedTokens, tree: DraftTree
-    ) -> Tensor:
-        """Return changed scores, [B, N, V] fp32, by tensor operations of fixed shape.
-
-        scores: [B, N, V] fp32, of the token after each node; rule: with `rows` as its penalties
-        text: all tokens up to the root
-        Writes: scores.
-        """
-
-
-@dataclass(eq=False)
-class Cycles:
-    """The cycles of an engine, and the buffers that captured ones run over."""
-
-    eos_tensor: Tensor | None = None  # [E] int64, eos_ids and -1, so that it is never empty
-    captured: bool = False  # they run over fixed buffers; on CUDA as graphs
-    compiled: bool = False  # torch.compile compiles the steps of captured ones
-    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
-    by_mode: tuple[tuple[Callable, ...], ...] = ()
-    buffers: list[Any] = field(default_factory=list)  # session.Buffers of finished sessions
-
-
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
 
-    config: GenerateConfig  # as the user asked
     target: Transformer
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     context: int  # KV capacity in tokens
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # go on after these
+    batch_size: int = 1  # B
+    max_new_tokens: int = 128
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    # True: torch.compile and captured graphs, on a CPU whole passes in C++; None: only captured
+    compile: bool | None = None
+    captures: bool = True  # False: what would be captured runs over the same buffers
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (drafts/residual.py)
-    policy: Observer = Observer()  # picks the preset of every step
-    resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
-    guide: GuideSource | None = None  # masks tokens, unless a request brings its own
-    rescorer: Rescorer | None = None  # of requests whose parameters ask for it
-    cycles: Cycles = field(default_factory=Cycles)
-    tokenizer: Any = None  # files.tokenizer.Tokenizer, or None when only ids go in and out
-    template: Any = None  # files.chat.ChatTemplate, with --chat
-    load_s: float = 0.0
-    compile_s: float = 0.0
-
-    @property
-    def captured(self) -> bool:
-        """Return whether cycles run over fixed buffers; on CUDA as graphs."""
-        return self.cycles.captured
+    shaping: Shaping | None = None  # further parameters of sampling (drafts/shaping.py)
+    # of `build_cycles`:
+    ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
+    captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
+    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
+    cycles: tuple[tuple[Callable, ...], ...] = ()
+    free: list[Buffers] = field(default_factory=list)  # of loops that were closed
 
     @property
     def drafter(self) -> Drafter:
         """The largest preset."""
         return self.presets[-1]
-
-    def draft_limit(self, value: Any, name: str = "draft") -> DraftLimit:
-        """Return the bound of a request on its drafts: a number of tokens, or a tree. None: none.
-
-        name: of the request's option
-        Raises: ValueError where it is neither, or no tree is as small.
-        """
-        limit = DraftLimit.parse(value)
-        smallest = self.presets[0]
-        least = smallest.size - 1
-        why = ", as draft trees have one size here" if least else ""
-        kinds = f"a whole number from {least} on, or a tree as chain:4 or dynamic:6,8,32"
-        fault = f"{name} must be {kinds}{why}; it is {repr(value)[:50]}; leave it out"
-        require(limit is not None and limit.allows(smallest), fault)
-        return limit
-
-    def check_sampling(self, own: Sampling) -> None:
-        """Check that the tokens that are named exist. Raises: ValueError."""
-        if self.rescorer is not None:
-            self.rescorer.check(own)
 
     @property
     def device(self) -> torch.device:
@@ -196,29 +120,14 @@ class Engine:
         return self.target.norm.weight.device
 
     @property
+    def on_cuda(self) -> bool:
+        """Return whether cycles may be compiled and captured."""
+        return self.device.type == "cuda"
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """The dtype of the target's cache; drafters' caches have that of the weights."""
-        return cache_dtype(self.config, self.target.norm.weight.dtype)
-
-    def option(self, name: str) -> Any:
-        """Return the value of an option: as loading chose it, else as the user asked."""
-        return self.resolved.get(name, getattr(self.config, name))
-
-    def sampling_tensors(self, each: Sequence[Sampling], seed: int) -> SamplingTensors:
-        """Make the parameters of B sequences, all of one seed, as samples 0 of prompts 0."""
-        tensors = SamplingTensors.from_params(each, self.device, seed)
-        if self.rescorer is None:
-            return tensors
-        return replace_fields(tensors, penalties=self.rescorer.rows(each))
-
-    def with_method(self, method: DraftMethod) -> Engine:
-        """Return an engine that drafts in another way. Its cycles are still to be made."""
-        return replace(
-            self,
-            presets=method.presets,
-            pick_tokens=method.pick_tokens or pick_tokens,
-            policy=method.policy,
-        )
+        return self.target.norm.weight.dtype
 
     @property
     def nodes(self) -> int:
@@ -230,59 +139,47 @@ class Engine:
         """Cache slots per sequence: the context, plus scratch for one tree or one prefill chunk."""
         return self.context + max(self.nodes, PREFILL_CHUNK)
 
+    def sampling_tensors(self, each: Sequence[Sampling], seed: int) -> SamplingTensors:
+        """Make the parameters of B sequences, all of one seed, as samples 0 of prompts 0."""
+        return SamplingTensors.from_params(each, self.device, seed, self.shaping)
+
+    def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
+        """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
+
+        key: tells steps apart, in `Buffers.replays`; None: the step is not captured
+        body: holds no loop, as the buffers keep it; returns the same tensors every time
+        """
+        if key is None or not self.captured:
+            return body()
+        if key not in buffers.replays:
+            buffers.replays[key] = Replay(body, self.device, buffers.scratch, self.captures)
+        return buffers.replays[key]()
+
 
 def build_cycles(engine: Engine) -> Engine:
-    """Give the engine a cycle for every mode of sampling and preset, as `compile` says.
+    """Give the engine a cycle for every mode of sampling and preset, as its `compile` says.
 
-    On CUDA they are captured unless it is False, and compiled where it is True. On a CPU they call
-    whole passes in C++ where it is True (`load` chooses that by default). There weights may later
-    change in place, but not be replaced.
+    On a CPU with whole passes weights may later change in place, but not be replaced.
     Writes: `backend` and `program` of target and drafters; engines that share them must agree on
         `compile`.
     """
-    compiles = engine.option("compile")
-    assert (engine.accept_rule is None) == (engine.config.accept == "exact"), engine.config.accept
-    cuda = engine.option("device").startswith("cuda")
     backend = choose(engine.device, engine.target.norm.weight.dtype)
     use_backend(engine.target, backend)
     for preset in engine.presets:
         preset.use(backend)
-    fuses = cuda or compiles is True
+    fuses = engine.on_cuda or engine.compile is True
     engine.target.fuse(fuses)
     engine.drafter.fuse(fuses)
-    eos_ids = () if engine.config.ignore_eos else engine.eos_ids
-    cycles = Cycles(
-        eos_tensor=torch.tensor([-1, *eos_ids], device=engine.device),
-        captured=cuda and compiles is not False,
-        compiled=cuda and compiles is True,
+    captured = engine.on_cuda and engine.compile is not False
+    eos_ids = () if engine.ignore_eos else engine.eos_ids
+    ends = torch.tensor([-1, *eos_ids], device=engine.device)
+    engine = replace(engine, ends=ends, captured=captured, free=[])
+    cycles = tuple(
+        tuple(Cycle(engine, preset, mode) for preset in engine.presets) for mode in SamplingMode
     )
-    engine = replace(engine, cycles=cycles)
-    finish = Cycle.compiled_by_layer if cycles.compiled else lambda cycle: cycle
-    cycles.by_mode = tuple(
-        tuple(finish(Cycle(engine, preset, mode)) for preset in engine.presets)
-        for mode in SamplingMode
-    )
-    return engine
-
-
-def rule_of(
-    rescorer: Rescorer | None,
-    state: DecodeState,
-    mode: SamplingMode,
-    text: DecodedTokens,
-    tree: DraftTree,
-) -> SamplingTensors | None:
-    """Return the rule of the tokens after the nodes of a tree; None when all are greedy.
-
-    text: all tokens up to the root of the tree
-    """
-    rule = state.sampling.needed(mode)
-    if mode < SamplingMode.SHAPED:
-        return rule
-    rescore = None
-    if rescorer is not None:
-        rescore = partial(rescorer.rescore, rule=rule, text=text, tree=tree)
-    return rule.at_nodes(state.draws[:, None] + tree.depths, rescore)
+    if captured and engine.compile is True:
+        cycles = tuple(tuple(map(Cycle.compiled_by_layer, each)) for each in cycles)
+    return replace(engine, cycles=cycles)
 
 
 # -------------------------------------------------------------------------------------------- cycle
@@ -297,10 +194,11 @@ class Cycle:
         self.backend = engine.target.backend
         self.drafter = drafter
         self.mode = mode
-        self.eos_tensor = engine.cycles.eos_tensor
+        # not the engine, which holds its cycles: both would wait for a garbage collection
+        self.ends = engine.ends
         self.aux_layers = engine.drafter.aux_layers
         self.pick_tokens = engine.pick_tokens
-        self.rescorer = engine.rescorer
+        self.shaping = engine.shaping
         self.accept_rule = engine.accept_rule
         self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
@@ -315,12 +213,12 @@ class Cycle:
             setattr(self, name, compiled(getattr(self, name)))
         embed = compiled(self.target.embed)
         # by their steps: no guard would tell dense layers and mixtures apart
-        layers = {layer.steps: compiled(run_eagerly) for layer in self.target.parts}
+        by_steps = {layer.steps: compiled(run_eagerly) for layer in self.target.parts}
 
         def run_part(part: Callable, *inputs: Any) -> Any:
             if part == self.target.embed:
                 return embed(*inputs)
-            return layers[part.steps](part, *inputs)
+            return by_steps[part.steps](part, *inputs)
 
         self.run_part = run_part
         self.in_place = True
@@ -350,7 +248,7 @@ class Cycle:
     def draft(self, cache: KVCache, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
         noise = None
-        rule = state.sampling.needed(self.mode)
+        rule = state.sampling.needed(self.mode, self.shaping)
         if self.mode == SamplingMode.SHAPED and not sampling.may_be(~rule.greedy):
             rule = None  # the target's choice is the best of changed scores
         if rule is not None:
@@ -366,10 +264,8 @@ class Cycle:
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
         """Run the target over the tree, accept, compact. Writes: the cache, state.tokens."""
         slots, start, positions = self.place(state, tree)
-        window = Window(slots, start, tree.mask)
-        features = self.target(
-            tree.tokens, positions, cache, window, self.run_part, self.aux_layers
-        )
+        seen = (cache, Window(slots, start, tree.mask), self.run_part)
+        features = self.target(tree.tokens, positions, *seen, self.aux_layers)  # [B, N, F]
         return self.decide(cache, state, tree, noise, features)
 
     def place(self, state: DecodeState, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,16 +282,14 @@ class Cycle:
         noise: Tensor | None,
         features: Tensor,
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Accept a path, compact. Writes: the cache, state.tokens; the state, if in place.
-
-        features: [B, N, F]
-        """
+        """Accept a path, compact. Writes: the cache, state.tokens; the state, if in place."""
         extra = None
         if self.accept_rule:
             accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
         else:
             text = DecodedTokens(state.tokens, state.pos)
-            rule = rule_of(self.rescorer, state, self.mode, text, tree)
+            nodes = (state.draws, text, tree)
+            rule = state.sampling.needed(self.mode, self.shaping, nodes)
             inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
             tokens, extra = self.pick_tokens(*inputs)
             accepted = self.backend.accept(tree, tokens, self.drafter.depth)
@@ -421,7 +315,7 @@ def advance(
     old = (state.tokens, state.pos, state.draws, state.done, state.limit)
     decided = (accepted.path, accepted.length, accepted.emitted)
     pos, draws, done, count, tokens, path_features, report = cycle.backend.advance(
-        *old, tree.tokens, *decided, cycle.eos_tensor, features, REPORT
+        *old, tree.tokens, *decided, cycle.ends, features, REPORT
     )
     text = DecodedTokens(state.tokens, pos)
     new = replace_fields(state, pos=pos, draws=draws, done=done)
@@ -457,20 +351,19 @@ def prefill_chunk(
     # all but the last, which the next turn of the sequence runs again
     window = replace_fields(window, kept=(count - 1).clamp(min=0))
     tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
-    features = engine.target(
-        tokens, window.slots, cache, window, aux_layers=engine.drafter.aux_layers
-    )
+    aux_layers = engine.drafter.aux_layers
+    features = engine.target(tokens, window.slots, cache, window, aux_layers=aux_layers)
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
     draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
     before = DecodedTokens(state.tokens, (state.pos - 1).clamp(min=0))  # the prompt alone
-    rule = rule_of(engine.rescorer, state, mode, before, backend.root_tree(before))
+    nodes = (state.draws, before, backend.root_tree(before))
+    rule = state.sampling.needed(mode, engine.shaping, nodes)
     noise = None
     if rule is not None:
         vocab = engine.target.config.vocab_size
         noise = sampling.gumbel(rule, state.draws, 1, vocab, backend=backend)  # [B, 1, V]
     before_root = features.gather(1, last)  # [B, 1, F]
-    inputs = (engine.target, before_root, rule, noise, draw, allowed)
-    root, _ = engine.pick_tokens(*inputs)  # [B, 1]
+    root, _ = engine.pick_tokens(engine.target, before_root, rule, noise, draw, allowed)  # [B, 1]
     ends_here = (count > 0) & (start + count == state.pos)
     trash = state.tokens.shape[1] - 1
     state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
@@ -478,9 +371,283 @@ def prefill_chunk(
     text = DecodedTokens(state.tokens, state.pos)
     tokens = state.tokens.gather(1, span)  # with the new roots
     update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
-    at_end = (root == engine.cycles.eos_tensor).any(1) | (state.pos >= state.limit)
+    at_end = (root == engine.ends).any(1) | (state.pos >= state.limit)
     done = torch.where(ends_here, at_end, state.done)
     drafter_state = engine.drafter.extend(state.drafter_state, update)
     draws = state.draws + ends_here
     state = replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)
     return state, before_root
+
+
+# --------------------------------------------------------------------------------------------- loop
+
+
+class CycleResult:
+    """A cycle that was launched, and once it is read its report, in lists by sequence."""
+
+    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
+    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
+    length: list[int]  # accepted nodes
+    done: list[int]  # 1: the sequence is finished; 2, 3: numbers on the path are not finite
+    pos: list[int]  # index of the root that was verified
+    times: dict[str, int]  # before, between and after the steps (ns), by `TIMES`
+    live: list[int]  # the sequences that decoded
+    taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
+
+    def __init__(self, report: Tensor, preset: int, update: DrafterUpdate, first: int = 0):
+        """Begin to copy the report, [B, D+9] int64: D+1 tokens, the columns REPORT and TIMES.
+
+        update: what the drafter has read
+        first: the first sequence that ran; those before it have zeros
+        """
+        self.preset = preset
+        self.update = update
+        self.first = first
+        self.copy = HostCopy(report)
+
+    def read(self) -> None:
+        """Wait for the copy. Writes: the fields."""
+        (report,) = self.copy.read()
+        width = len(report[0]) - len(REPORT) - len(TIMES)  # D+1
+        self.times = dict(zip(TIMES, report[0][width + len(REPORT) :], strict=True))
+        report = [[0] * len(report[0])] * self.first + report
+        self.emitted = [row[:width] for row in report]
+        for column, name in enumerate(REPORT, width):
+            setattr(self, name, [row[column] for row in report])
+
+
+class Buffers:
+    """KV cache, state and captured steps of B sequences, at addresses that stay."""
+
+    def __init__(self, engine: Engine):
+        batch = engine.batch_size
+        weight = engine.target.norm.weight
+        config = engine.target.config
+        room = (batch, engine.slots, engine.kv_dtype, str(weight.device))
+        self.cache = KVCache.empty(config, *room, engine.nodes)
+        pos = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        tokens = pos.new_zeros(batch, engine.context + 1)
+        params = engine.sampling_tensors([engine.sampling] * batch, 0)
+        drafter_state = engine.drafter.init(batch, engine.slots)
+        numbers = (pos, pos.clone(), pos == 0, pos.clone())
+        self.state = DecodeState(tokens, *numbers, params, drafter_state)
+        self.start = pos[:1].clone()  # of a prefill chunk
+        # [B, 1, F], the features that each root was chosen from
+        self.root_features = weight.new_zeros(batch, 1, config.dim)
+        self.replays: dict[Hashable, Replay] = {}  # of cycles by mode and preset; of other steps
+        self.scratch: dict[str, Any] = {}  # memory that captured prefills share
+
+    def reset(self, engine: Engine, params: SamplingTensors) -> None:
+        """Make every sequence idle and empty. Writes: the state in place."""
+        state = self.state
+        for numbers in (state.tokens, state.pos, state.draws, state.limit):
+            numbers.zero_()
+        state.done.fill_(True)
+        copy_into(state.sampling, params)
+        copy_into(state.drafter_state, engine.drafter.rewind(state.drafter_state, state.pos))
+
+
+class Loop:
+    """B sequences over one cache, each a conversation. Cached tokens stay until overwritten.
+
+    Its last methods are for subclasses: `pick_preset` runs before every step, `after_cycle` behind
+    every cycle, `finished` when a turn ends.
+    """
+
+    def __init__(self, engine: Engine):
+        """Take buffers of a loop that was closed, or make them."""
+        self.engine = engine
+        self.buffers = engine.free.pop() if engine.free else Buffers(engine)
+        self.host_lag = int(engine.on_cuda)  # cycles that may stay unread while the host goes on
+        batch = engine.batch_size
+        params = [engine.sampling] * batch
+        self.buffers.reset(engine, engine.sampling_tensors(params, engine.seed))
+        # every token of a sequence, prompt and roots included; during prefill, the cached part
+        self.history: list[list[int]] = [[] for _ in range(batch)]
+        self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
+        self.live = [False] * batch  # sequences that decode
+        self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
+
+    def close(self) -> None:
+        """Leave the buffers, and what was captured over them, to the next loop."""
+        self.engine.free.append(self.buffers)
+
+    @property
+    def state(self) -> DecodeState:
+        """The state after all cycles that were launched."""
+        return self.buffers.state
+
+    def busy(self, seq: int) -> bool:
+        """Return whether a sequence's turn goes on."""
+        return self.live[seq] or seq in self.prefilling
+
+    def admit(
+        self,
+        seq: int,
+        prompt: list[int],
+        noise_id: tuple[int, int] | None = None,
+        max_new_tokens: int = 0,
+        begin: int = 0,
+    ) -> None:
+        """Start a turn: the following `step` calls read its prompt in chunks, then decode it.
+
+        prompt: the conversation so far, below `engine.context` tokens
+        noise_id: (prompt, sample), the key of the noise of a new conversation; None: the sequence's
+            own noise goes on, and its draws
+        max_new_tokens: 0: the engine's; begin: tokens of the prompt that stay cached
+        """
+        self.release(seq)
+        state = self.state
+        length = len(prompt)
+        self.history[seq] = prompt[:begin]
+        self.prefilling[seq] = prompt
+        state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
+        state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
+        limit = length + (max_new_tokens or self.engine.max_new_tokens)
+        state.limit[seq] = min(limit, self.engine.context) - 1
+        own = sequence_of(state.drafter_state, seq)
+        copy_into(own, self.engine.drafter.rewind(own, torch.full_like(state.pos[:1], begin)))
+        if noise_id is not None:
+            state.sampling.prompt[seq], state.sampling.sample[seq] = noise_id
+            state.draws[seq] = 0
+
+    def release(self, seq: int) -> None:
+        """End a sequence's turn, if it has one."""
+        if self.live[seq]:
+            self.finished(seq)
+        self.prefilling.pop(seq, None)
+        self.live[seq] = False
+        self.state.done[seq] = True
+        if not any(self.live):
+            self.pending.clear()
+
+    def step(self) -> list[list[int]]:
+        """Run a cycle of the live sequences, and about one chunk of the prompts.
+
+        Returns: the new tokens of every sequence that were read.
+        """
+        new: list[list[int]] = [[] for _ in self.history]
+        self._decode(new)
+        if self.prefilling:
+            self._prefill(new)
+        for seq, tokens in enumerate(new):
+            self.history[seq] += tokens
+            if tokens and not self.busy(seq):
+                self.finished(seq)
+        return new
+
+    def _decode(self, new: list[list[int]]) -> None:
+        """Launch a cycle, and read those that are due. Writes: their tokens, to `new`."""
+        # prefill needs a state that no cycle changes
+        lag = 0 if self.prefilling else self.host_lag
+        while any(self.live) and len(self.pending) <= lag:
+            self.pending.append(self._launch(self.pick_preset()))
+        while len(self.pending) > lag:
+            self._read(self.pending.popleft(), new)
+
+    def _launch(self, preset: int) -> CycleResult:
+        """Launch a cycle of a preset."""
+        buffers = self.buffers
+        first, cache, state = self.part()
+        cycle, key = self.pick_cycle(preset)
+        in_place = self.engine.captured or state is not buffers.state
+
+        def body() -> tuple[DrafterUpdate, Tensor]:
+            new, *outcome = cycle(cache, state)
+            if in_place:
+                copy_into(state, new)
+            else:
+                buffers.state = new
+            return outcome
+
+        update, report = self.engine.run_step(buffers, key, body)
+        return CycleResult(report, preset, update, first)
+
+    def _read(self, result: CycleResult, new: list[list[int]]) -> None:
+        """Read a cycle. Writes: its tokens, to `new`; live."""
+        result.read()
+        result.live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
+        if not result.live:  # launched before the host knew that all were done
+            return
+        result.taken = {}
+        for seq in result.live:
+            if result.done[seq] >= 2:
+                self.broken(seq)
+                continue
+            self.live[seq] = not result.done[seq]
+            tokens = result.emitted[seq][: result.count[seq]]
+            result.taken[seq] = self.accept_tokens(seq, tokens)
+            new[seq] += result.taken[seq]
+        self.after_cycle(result)
+
+    def _prefill(self, new: list[list[int]]) -> None:
+        """Run about one chunk of the prompts. Writes: roots, to `new`."""
+        left = PREFILL_CHUNK  # tokens
+        for seq, prompt in list(self.prefilling.items()):
+            while left > 0 and seq in self.prefilling:
+                begin = len(self.history[seq])
+                chunk = prompt[begin : begin + PREFILL_CHUNK]
+                self._read_chunk(seq, begin, len(chunk))
+                self.history[seq] += chunk
+                left -= len(chunk)
+                # waits for the chunk, so that its time counts as prefill
+                root = int(self.state.tokens[seq, len(prompt)])
+                if len(self.history[seq]) == len(prompt) and self.after_prompt(seq, root):
+                    self.live[seq] = not self.state.done[seq]
+                    del self.prefilling[seq]
+                    new[seq] = self.accept_tokens(seq, [root])
+
+    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None = None) -> None:
+        """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
+        buffers = self.buffers
+        if allowed is None and self.engine.captured:  # without a graph the host is slower
+            width = next(w for w in PREFILL_WIDTHS if w >= width)
+        buffers.start.fill_(start)
+        preset = self.pick_preset(reads_prompt=True)
+        mode = self.mode_of([seq])
+        own = replace(self.engine, presets=(self.engine.presets[preset],))
+
+        def body() -> None:
+            state = sequence_of(buffers.state, seq)
+            cache = sequence_of(buffers.cache, seq)
+            new, features = prefill_chunk(own, cache, state, mode, buffers.start, width, allowed)
+            copy_into(state, new)
+            buffers.root_features[seq].copy_(features[0, :, : buffers.root_features.shape[2]])
+
+        key = ("prefill", width, seq, preset, mode) if allowed is None else None
+        self.engine.run_step(buffers, key, body)
+
+    def pick_preset(self, reads_prompt: bool = False) -> int:
+        """Pick the preset of the next cycle, or of the next chunk of a prompt: the largest tree."""
+        return len(self.engine.presets) - 1
+
+    def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
+        """Return the next cycle, and its key in `Buffers.replays`."""
+        mode = self.mode_of([seq for seq, decodes in enumerate(self.live) if decodes])
+        return self.engine.cycles[mode][preset], (mode, preset)
+
+    def mode_of(self, seqs: Sequence[int]) -> SamplingMode:
+        """Return the mode that some sequences need."""
+        return SamplingMode.needed_by(self.engine.sampling)
+
+    def part(self) -> tuple[int, KVCache, DecodeState]:
+        """Return the first sequence that the next cycle runs, and the cache and state of all."""
+        return 0, self.buffers.cache, self.state
+
+    def accept_tokens(self, seq: int, tokens: list[int]) -> list[int]:
+        """Return the decided tokens that the text gets; where some are missing, it has ended."""
+        return tokens
+
+    def after_prompt(self, seq: int, root: int) -> bool:
+        """Learn from a prompt that is read. Returns: whether its sequence decodes."""
+        return True
+
+    def after_cycle(self, result: CycleResult) -> None:
+        """Learn from a cycle that was read."""
+
+    def finished(self, seq: int) -> None:
+        """Take the text of a turn that is over, `history[seq]`."""
+
+    def broken(self, seq: int) -> None:
+        """End a sequence whose numbers are not finite."""
+        raise ValueError("the model's numbers are not finite; use another --dtype or checkpoint")

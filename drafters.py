@@ -3,12 +3,11 @@
 A drafter reads the tokens that the target has confirmed (`extend`) and proposes a tree (`propose`),
 both as steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
-- `DraftMethod`, everything that a way to draft brings (`Drafter.method`,
-  `decode.Engine.with_method`);
+- `DraftMethod`, everything that a way to draft brings (`Drafter.method`);
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
 A method may come in presets: drafters of trees of different sizes over one state, each compiled.
-The host picks one before every cycle (`observer.Observer`); a wrong pick costs only time.
+The host picks one before every cycle (`decode.Loop.pick_preset`); a wrong pick costs only time.
 To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
 and add its module to `DRAFTERS` (run/methods.py).
 """
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,6 @@ from draft_tree import (
 from kv_cache import KVCache, Window
 from model import Transformer
 from reference import TORCH, Backend, joined, use_backend
-from run.observer import Observer
 from sampling import SamplingTensors
 
 
@@ -111,12 +109,13 @@ class RootOnly(Drafter):
         return self.backend.root_tree(inputs.text)
 
 
-class DraftMethod(NamedTuple):
+@dataclass(frozen=True)
+class DraftMethod:
     """A way to draft, as its module's `load_method` returns it."""
 
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
-    resolved: dict[str, Any] = {}  # the options that were used, under their names, for the record
-    policy: Observer = Observer()
+    # the options that were used, under their names, for the record
+    resolved: dict[str, Any] = field(default_factory=dict)
     pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
 
 
@@ -266,26 +265,6 @@ class TreeDrafter(Drafter):
         Scores that all nodes of a level share may be returned once: [B, 1, Vd].
         """
         return self.logits(out)
-
-    def method(self) -> DraftMethod:
-        return DraftMethod((self,), self.resolved_options())
-
-    def resolved_options(self) -> dict[str, Any]:
-        tree = self.tree
-        if isinstance(tree, DynamicTree):
-            options = {"tree": "dynamic", "tree_topk": tree.topk, "tree_size": tree.size}
-        elif tree.width == 1:
-            options = {"tree": "chain", "tree_paths": tree.paths}
-        else:
-            options = {"tree": "static", "tree_paths": tree.paths}
-        if self.vocab.ids is not None:
-            options["draft_vocab"] = self.vocab.drafted
-        if self.graft:
-            options.update(self.graft.resolved_options())
-        options["tree_depth"] = tree.depth
-        options["children"] = self.children
-        options["sharpness"] = self.sharpness
-        return options
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Grow a tree: score the frontier's children, pick the next frontier, run it.

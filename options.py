@@ -141,6 +141,11 @@ class Sampling(NamedTuple):
     top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
     min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
 
+    @property
+    def is_shaped(self) -> bool:
+        """Return whether more than these changes the distribution; run/options.py has such."""
+        return False
+
 
 @dataclass(frozen=True)
 class Options:

@@ -14,12 +14,6 @@ A weight's way has five stations, each a method of `Loader` that the folder file
 
 from __future__ import annotations
 
-from options import require, run_program
-
-if __name__ == "__main__":
-    run_program("quantize")  # before torch, whose import takes seconds, so that mistakes are told
-    raise SystemExit("quantize.py: writing weights is in the folder run/, which is not here")
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,8 +28,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from options import has_part, load_part, one_line
+from options import FORMAT_NAMES, fail, has_part, load_part, one_line, require, run_program
 from reference import TORCH, Backend
+
+if __name__ == "__main__":
+    run_program("quantize")  # before torch, whose import takes seconds, so that mistakes are told
+    fail("quantize.py", "writing weights is in the folder run/, which is not here; restore it")
+
 
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file, which files/ reads
 GROUPS = (32, 64, 128)  # inputs that share a scale, where they are not all
@@ -104,7 +103,7 @@ class Layout:
 
     def numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """Return the numbers of a weight, [N, K]."""
-        return Encoder.decode(*self.unpack(weight)).to(dtype)
+        return decode(*self.unpack(weight)).to(dtype)
 
     def multiply(self, rows: Tensor, weight: Weight) -> Tensor:
         """Multiply rows by a weight plainly, [M, K] -> [M, N] fp32."""
@@ -122,10 +121,8 @@ class Layout:
         return weight
 
 
-LAYOUTS: dict[str, Layout] = {  # those of backends/ beside them, once a weight is packed so
-    "INT4_CODES": Layout("INT4_CODES", "int4"),
-    "INT8_CODES": Layout("INT8_CODES", "int8"),
-}
+# those of backends/ beside them, once a weight is packed so
+LAYOUTS = {f"{name.upper()}_CODES": Layout(f"{name.upper()}_CODES", name) for name in FORMAT_NAMES}
 
 
 class Part(NamedTuple):
@@ -220,6 +217,12 @@ def stack(weights: Iterable[Weight], experts: int) -> Weight:
 # ---------------------------------------------------------------------- the formats
 
 
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the weight of codes and scales, as for `pack`, [N, K] fp32."""
+    steps = scale.float().view(len(scale), -1, 1)
+    return (codes.float().unflatten(1, (steps.shape[1], -1)) * steps).flatten(1)
+
+
 class Encoder:
     """Rounds weights to codes and scales. Subclasses are the formats."""
 
@@ -245,16 +248,7 @@ class Encoder:
             codes_part.copy_(cls.encode_groups(groups, steps).flatten(1))
         return codes, scale
 
-    @staticmethod
-    def encode_groups(groups: Tensor, steps: Tensor) -> Tensor:
-        """Return the codes of groups, [N, K/G, G] fp32. Writes: steps, [N, K/G]."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decode(codes: Tensor, scale: Tensor) -> Tensor:
-        """Return the weight of codes and scales, [N, K] fp32."""
-        steps = scale.float().view(len(scale), -1, 1)
-        return (codes.float().unflatten(1, (steps.shape[1], -1)) * steps).flatten(1)
+    encode_groups: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # writes the second, their scales
 
     @classmethod
     def round(cls, weight: Tensor, group_size: int = 128) -> Weight:
@@ -302,18 +296,15 @@ def round_int4(groups: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def search_scale(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Search a scale for each group with a small squared error.
+    """Search a scale for each group with a small squared error, as AWQ and HQQ do.
 
-    The weight-only steps of AWQ and HQQ do the same. Each share in SEARCH gives a scale, and that
-    gives codes q of the group w. The best scale for these codes is w.q / q.q, with the squared
-    error w.w - (w.q)^2 / q.q. The first share is plain symmetric rounding.
+    Each share in SEARCH gives a scale, and that gives codes q of the group w. The best scale for
+    these codes is w.q / q.q, with the squared error w.w - (w.q)^2 / q.q.
 
-    groups: [N, K/G, G] fp32
-    importance: [G] fp32, of the squared errors; None: all the same
+    groups: [N, K/G, G] fp32; importance: [G] fp32, of the squared errors; None: all the same
     Returns: [N, K/G, 1] fp32, never 0.
     """
-    low = groups.amin(-1, keepdim=True)
-    high = groups.amax(-1, keepdim=True)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
     extreme = torch.where(-low > high, low, high)  # goes to code -8
     extreme = torch.where(extreme.abs() < 1e-30, 1e-30, extreme)
     best = extreme / -8
@@ -368,8 +359,11 @@ def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
     """
     if quant.format != "int8" or quant.saved or quant.group_size:
         return quant
-    fits = [size for size in GROUPS if not any(n % size for n in inputs)]
-    return replace(quant, group_size=max(fits, default=0))
+    return replace(quant, group_size=max(_fitting(inputs), default=0))
+
+
+def _fitting(inputs: Collection[int]) -> list[int]:
+    return [size for size in GROUPS if not any(n % size for n in inputs)]
 
 
 def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
@@ -378,14 +372,12 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     inputs: weight -> its number of inputs
     Raises: ValueError for a weight that does not fit the format.
     """
-    fits = [size for size in GROUPS if not any(n % size for n in inputs.values())]
-    largest = fits[-1] if fits else GROUPS[0]
+    fits = _fitting(inputs.values())
     group = quant.group_size
     if quant.format == "int4":
-        group = group or min(largest, OPEN_GROUP)
-    remedy = f"group_size={largest}" if fits else "--quant int8"
-    if quant.saved:
-        remedy = "another checkpoint"
+        group = group or min(fits[-1] if fits else GROUPS[0], OPEN_GROUP)
+    remedy = f"group_size={fits[-1]}" if fits else "--quant int8"
+    remedy = "another checkpoint" if quant.saved else remedy
     for weight, n in inputs.items():
         fault = f"{quant.format} group size {group} does not divide in_features {n} of {weight}"
         require(not group or n % group == 0, f"{fault}; use {remedy}")
@@ -417,8 +409,7 @@ class Linear(nn.Module):
     ):
         """Make a layer with a random float weight.
 
-        experts: of a stack of weights; 0: one weight
-        fp32_out: outputs in fp32, never rounded (LM heads)
+        experts: of a stack of weights; 0: one; fp32_out: outputs are never rounded (LM heads)
         """
         super().__init__()
         self.in_features = in_features
@@ -444,17 +435,13 @@ class Linear(nn.Module):
     ) -> Linear:
         """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
         if isinstance(weight, Weight):
-            sizes = (weight.inputs, weight.outputs)
-            experts = weight.experts
-        else:
-            sizes = (weight.shape[-1], weight.shape[-2])
-            experts = len(weight) if weight.dim() == 3 else 0
-        layer = cls(*sizes, False, experts, fp32_out, "meta")
-        layer.backend = backend
-        if isinstance(weight, Weight):
+            layer = cls(weight.inputs, weight.outputs, False, weight.experts, fp32_out, "meta")
             layer.pack(weight)
         else:
+            *experts, N, K = weight.shape
+            layer = cls(K, N, False, *experts or [0], fp32_out, "meta")
             layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.backend = backend
         if bias is not None:
             layer.bias = nn.Parameter(bias, requires_grad=False)
         return layer
@@ -489,11 +476,7 @@ class Linear(nn.Module):
         return self.record.group_size if self.packed else 0
 
     def forward(self, x: Tensor, routing: Tensor | None = None) -> Tensor:
-        """Multiply rows.
-
-        x: [..., K]; with experts [P, K]; routing: with experts, from `Backend.route`
-        Returns: [..., N].
-        """
+        """Multiply rows, [..., K] -> [..., N]; with experts [P, K]. routing: `Backend.route`'s"""
         if routing is not None:
             if self.packed:
                 y = self.backend.experts_matmul(x, self.record, routing)
@@ -520,15 +503,10 @@ class Linear(nn.Module):
         return self.record.numbers() if self.packed else self.weight
 
     def rows(self, ids: Tensor) -> Linear:
-        """Return a layer with some of the outputs, in their codes and scales where they can be.
-
-        ids: [R] int64
-        """
+        """Return a layer with some of the outputs, in their codes where they can be. ids: [R]"""
         bias = None if self.bias is None else self.bias.detach()[ids]
-        if self.packed:
-            weight = self.record.layout.take(self.record, ids)
-        else:
-            weight = self.weight.detach()[ids]
+        weight = self.record.layout.take(self.record, ids) if self.packed else self.weight[ids]
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
         return type(self).of(weight, bias, self.fp32_out, self.backend)
 
 
@@ -553,8 +531,7 @@ def errors_of(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        reason = f"is corrupt, truncated or of another kind ({one_line(error, 300)})"
-        raise ValueError(f"{file} {reason}; download it again") from None
+        raise ValueError(f"{file} cannot be read: {one_line(error, 300)}; replace it") from None
 
 
 class TensorSource:
@@ -565,12 +542,10 @@ class TensorSource:
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
     # weights quantized by another library, which have no reader, and functions that unpack them
     quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
-    makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor.
+        """Read one tensor. dtype: what the caller rounds it to; a source may do that already
 
-        dtype: the caller will round the tensor to it; a source may do that already
         Raises: ValueError when it is missing, or a weight is a single number.
         """
         fault = f"{self.path}: the weight {name} is missing; download it again"
@@ -582,18 +557,12 @@ class TensorSource:
 
 
 class WeightFiles(TensorSource):
-    """The tensors of a directory in safetensors, single or sharded, in memory-mapped files.
-
-    A tensor's memory is the file's until it is copied.
-    """
+    """The tensors of a directory in safetensors, single or sharded, in memory-mapped files."""
 
     errors = staticmethod(errors_of)
 
     def __init__(self, path: Path):
-        """Open the files of a directory.
-
-        Raises: ValueError when the config or the weights are missing, or a file is corrupt.
-        """
+        """Open the files. Raises: ValueError when some are missing, or a file is corrupt."""
         self.path = path
         self.config = self.read_config()
         self.readers = {}
@@ -606,10 +575,11 @@ class WeightFiles(TensorSource):
 
     def shards(self) -> list[Path]:
         """Return the files with tensors: one, or those that an index names."""
+        names = ["model.safetensors"]
         index = self.path / "model.safetensors.index.json"
-        if (self.path / "model.safetensors").is_file() or not index.is_file():
-            return [self.path / "model.safetensors"]
-        return [self.path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        if index.is_file() and not (self.path / names[0]).is_file():
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        return [self.path / name for name in names]
 
     def open_file(self, file: Path) -> None:
         """Open a file. Raises: ValueError where it cannot be read. Writes: readers."""
@@ -617,12 +587,11 @@ class WeightFiles(TensorSource):
         with self.errors(file):
             handle = safe_open(file, framework="pt")
             names = list(handle.keys())
+        self.readers |= {name: partial(self._read, handle, file, name) for name in names}
 
-        def read(name: str) -> Tensor:
-            with self.errors(file):
-                return handle.get_tensor(name)
-
-        self.readers |= {name: partial(read, name) for name in names}
+    def _read(self, handle: Any, file: Path, name: str) -> Tensor:
+        with self.errors(file):
+            return handle.get_tensor(name)  # whose memory is the file's until it is copied
 
 
 # ---------------------------------------------------------------------- into a model
@@ -672,12 +641,12 @@ class Loader:
         """Do as `load_weights`."""
         params = dict(model.named_parameters())
         assert set(names) == set(params), set(names) ^ set(params)
-        linear: set[str] = set()
+        packed: set[str] = set()
         if self.storage.quant is not None:
-            linear = self.choose_packed(model, names)
-            self.choose_group({name: params[name].shape[-1] for name in names if name in linear})
-        self.check_names(self.wanted(names, linear), ignored)
-        self.fill(model, names, linear)
+            packed = self.choose_packed(model, names) & set(names)
+            self.choose_group({name: params[name].shape[-1] for name in names if name in packed})
+        self.check_names(self.wanted(names, packed), ignored)
+        self.fill(model, names, packed)
         return self.storage.quant
 
     def choose_packed(self, model: nn.Module, names: dict[str, tuple[str, ...]]) -> set[str]:
@@ -693,8 +662,8 @@ class Loader:
             quant = in_groups(quant, inputs.values())
         self.storage = Storage(*self.storage[:2], fit_group(quant, inputs))
 
-    def wanted(self, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
-        """Return the names of all tensors that are needed. linear: the weights in codes"""
+    def wanted(self, names: dict[str, tuple[str, ...]], packed: set[str]) -> set[str]:
+        """Return the names of all tensors that are needed."""
         return {theirs for parts in names.values() for theirs in parts}
 
     def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:
@@ -705,45 +674,31 @@ class Loader:
             listed = f"{len(names)} {fault} weight(s): {some(sorted(names))}"
             require(not names, f"{self.files.path}: {listed}; {self.remedy}")
 
-    def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], linear: set[str]) -> None:
-        """Place all parameters. linear: the weights in codes. Writes: the model."""
+    def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], packed: set[str]) -> None:
+        """Place all parameters. packed: the weights in codes. Writes: the model."""
         for ours, theirs in names.items():
-            self.place(model, ours, theirs, linear)
+            self.place(model, ours, theirs, ours in packed)
 
-    def place(self, model: nn.Module, ours: str, theirs: tuple[str, ...], linear: set[str]) -> None:
+    def place(self, model: nn.Module, ours: str, theirs: tuple[str, ...], packed: bool) -> None:
         """Place a parameter. Writes: the model."""
         owner, _, leaf = ours.rpartition(".")
         module = model.get_submodule(owner)
         shape = getattr(module, leaf).shape
-        if ours in linear:
+        if packed:
             module.pack(self.packed(theirs, shape))
             return
-        value = self.parameter(theirs, shape, self.dtype_of(module, leaf))
+        wide = leaf in getattr(module, "in_fp32", ())
+        dtype = torch.float32 if wide else self.storage.dtype
+        value = self.parameter(theirs, shape, dtype)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
-    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
-        """Return the dtype of a parameter that stays float. module: that it is of"""
-        return self.storage.dtype
-
-    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Return memory for a parameter that stays float; None: any."""
-        return None
-
     def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a parameter that stays float.
-
-        shape: [N] or [N, K], or of experts, each with its own names, [E, N] or [E, N, K]; any other
-            where one tensor holds it
-        """
+        """Return a parameter that stays float: [N], [N, K], or of experts, [E, N] or [E, N, K]."""
         is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
-        if not is_stack or len(names) < shape[0]:
-            return self.join(names, shape, dtype, self.room(shape, dtype))
-        value = None
-        for number, part_names in enumerate(by_expert(names, shape[0])):
-            part = self.join(part_names, shape[1:], dtype)
-            value = part.new_empty(shape) if value is None else value
-            value[number].copy_(part)
-        return value
+        if not is_stack or len(names) < shape[0]:  # any other shape, where one tensor holds it
+            return self.join(names, shape, dtype)
+        parts = [self.join(part, shape[1:], dtype) for part in by_expert(names, shape[0])]
+        return torch.stack(parts)
 
     def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
         """Return a weight, or a stack of them, in the layout of its format and device."""
@@ -762,19 +717,9 @@ class Loader:
         check_finite(weight, " + ".join(names), self.files.path)
         return FORMATS[self.storage.quant.format].encode(weight, self.storage.quant.group_size)
 
-    def join(
-        self,
-        names: tuple[str, ...],
-        shape: torch.Size,
-        dtype: torch.dtype | None,
-        value: Tensor | None = None,
-    ) -> Tensor:
-        """Read tensors, one below the other, to the device.
-
-        dtype: None keeps the files' own; value: write and return this one
-        """
-        parts = [self.files.read(name, dtype) for name in names]
-        return self.below(parts, names, shape, dtype, value)
+    def join(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        """Read tensors, one below the other, to the device. dtype: None keeps the files' own"""
+        return self.below([self.files.read(name, dtype) for name in names], names, shape, dtype)
 
     def below(
         self,
@@ -782,16 +727,10 @@ class Loader:
         names: tuple[str, ...],
         shape: torch.Size,
         dtype: torch.dtype | None,
-        value: Tensor | None = None,
     ) -> Tensor:
         """Put parts one below the other, on the device. Raises: ValueError for another shape."""
         self.check_shape([tuple(part.shape) for part in parts], names, shape)
-        if value is None:
-            dtype = dtype or parts[0].dtype
-            is_new = len(parts) == 1 and self.files.makes_tensors
-            if is_new and parts[0].dtype == dtype and self.storage.device == "cpu":
-                return parts[0]
-            value = torch.empty(shape, dtype=dtype, device=self.storage.device)
+        value = torch.empty(shape, dtype=dtype or parts[0].dtype, device=self.storage.device)
         for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
             target.copy_(part)
         return value

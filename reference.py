@@ -111,33 +111,34 @@ def cut(
     top_k: Tensor | None,
     top_p: Tensor | None,
     margin: Tensor | None,
-    sigmas: Tensor | None = None,
-    typical: Tensor | None = None,
-    xtc: Tensor | None = None,
 ) -> Tensor:
     """Compute `sampling.process`: the temperature, then the cuts.
 
-    scores: [B, N, V] fp32; xtc: [B, N] fp32, as in `sampling.NodeRule`, None: it never acts; the
-        others [B], as in `sampling.SamplingTensors`
+    scores: [B, N, V] fp32; the others [B], as in `sampling.SamplingTensors`
     """
     z = scores / temperature[:, None, None]
     if top_k is None:
         return z
-    if sigmas is not None:
-        z = z.masked_fill(z < least_of_sigmas(z, sigmas[:, None, None]), float("-inf"))
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
-    places = torch.arange(z.shape[-1], device=z.device)  # [V]
-    most = top_k[:, None, None]  # [B, 1, 1]
-    keep = (places < most) | (most == 0)
-    if typical is not None:
-        keep = keep & are_typical(probabilities(ranked, keep), typical[:, None, None])
+    keep = in_top_k(z, top_k)
     keep = keep & precede(probabilities(ranked, keep), top_p[:, None, None])
+    return masked(z, index, above_margin(ranked, keep, margin))
+
+
+def in_top_k(z: Tensor, top_k: Tensor) -> Tensor:
+    """Return which places of ranked scores are among the first ones, [B, 1, V] bool; 0: all."""
+    most = top_k[:, None, None]  # [B, 1, 1]
+    return (torch.arange(z.shape[-1], device=z.device) < most) | (most == 0)
+
+
+def above_margin(ranked: Tensor, keep: Tensor, margin: Tensor) -> Tensor:
+    """Return which of the tokens to keep are at most so far below the best one."""
     best = ranked.masked_fill(~keep, float("-inf")).amax(-1, keepdim=True)
-    keep &= ranked >= best + margin[:, None, None]
-    if xtc is not None:
-        likely = keep & (probabilities(ranked, keep) >= xtc[:, :, None])
-        # all but the least likely of them go
-        keep &= ~likely | (likely.cumsum(-1) == likely.sum(-1, keepdim=True))
+    return keep & (ranked >= best + margin[:, None, None])
+
+
+def masked(z: Tensor, index: Tensor, keep: Tensor) -> Tensor:
+    """Return scores without the tokens that go. index, keep: of ranked scores, [..., V]"""
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
 
@@ -153,33 +154,6 @@ def precede(p: Tensor, mass: Tensor) -> Tensor:
     """
     total = cumsum_in_blocks(p) if p.is_cuda else p.cumsum(-1)
     return (total - p < mass) | (mass == 1)  # rounding may add up to more than 1
-
-
-def least_of_sigmas(z: Tensor, sigmas: Tensor) -> Tensor:
-    """Return the best score less some standard deviations of all finite ones, [..., 1].
-
-    Source: top-n-sigma (arXiv 2411.07641).
-    """
-    finite = z.isfinite()
-    count = finite.sum(-1, keepdim=True)
-    x = z.masked_fill(~finite, 0.0).double()  # its sums do not depend on the other rows
-    mean = x.sum(-1, keepdim=True) / count
-    variance = ((x - mean).square() * finite).sum(-1, keepdim=True) / count
-    return (z.amax(-1, keepdim=True) - sigmas * variance.sqrt()).float()
-
-
-def are_typical(p: Tensor, mass: Tensor) -> Tensor:
-    """Return which tokens are typical: their information is near the mean, [..., V] bool.
-
-    Those nearest to it stay, as many as it takes to have the mass; of equal ones the first.
-    Source: locally typical sampling (arXiv 2202.00666).
-    """
-    information = -p.log()
-    entropy = (p.double() * information.where(p > 0, 0.0)).sum(-1, keepdim=True)
-    distance = (information - entropy).abs().where(p > 0, float("inf"))
-    order = distance.argsort(dim=-1, stable=True)
-    stays = precede(p.gather(-1, order), mass)
-    return torch.zeros_like(stays).scatter(-1, order, stays)
 
 
 def cumsum_in_blocks(p: Tensor, block: int = 256) -> Tensor:

@@ -8,8 +8,6 @@
    that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
    the stream.
 4. `StepClock` reads the time between steps, also inside captured ones.
-5. A drafter's presets are steps of their own; an observer (run/observer.py) picks one before every
-   cycle.
 
 Elsewhere a `Replay` runs its body, so that the same path is tested without a GPU.
 Trade-off: one graph per preset, instead of conditional nodes inside one: a switch picks a graph.
@@ -19,8 +17,6 @@ Not here: the cycle (decode.py); the C++ operators that run on a CPU (backends/c
 from __future__ import annotations
 
 import itertools
-import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,11 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends import switches
-from backends.library import has_cpu_operators, has_triton, is_plain
+from backends.library import has_triton
 from options import log_note
 
-OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
     # round to bf16 where eager code does, or steps of different sizes give different bits
@@ -47,27 +41,6 @@ OPTIONS = {
 }
 
 
-def set_cuda_device(device: str) -> None:
-    """Select a CUDA device, and let its 16-bit products add partial sums in fp32.
-
-    So a row of a tree rounds as a single token does.
-
-    Raises: ValueError for a GPU that the kernels do not serve.
-    """
-    if device.startswith("cuda"):
-        index = torch.device(device).index or 0
-        level = torch.cuda.get_device_capability(index)
-        if level < OLDEST:
-            raise ValueError(
-                f"--device {device} has compute capability {level[0]}.{level[1]}, and the kernels "
-                f"need {OLDEST[0]}.{OLDEST[1]} or later; use another GPU, or --device cpu"
-            )
-        torch.cuda.set_device(index)
-        products = torch.backends.cuda.matmul
-        products.allow_bf16_reduced_precision_reduction = False
-        products.allow_fp16_reduced_precision_reduction = False
-
-
 class Replay:
     """A step over fixed buffers: a CUDA graph once it is warm, elsewhere run as it is.
 
@@ -75,15 +48,21 @@ class Replay:
     """
 
     def __init__(
-        self, body: Callable[[], Any], device: torch.device, scratch: dict[str, Any] | None = None
+        self,
+        body: Callable[[], Any],
+        device: torch.device,
+        scratch: dict[str, Any] | None = None,
+        captures: bool = True,
     ):
-        """scratch: memory shared by graphs that return nothing and are dropped together"""
+        """scratch: memory shared by graphs that return nothing and are dropped together
+
+        captures: False: the step runs as it is, over the same buffers
+        """
         self.body = body
         self.device = device
         self.scratch = {} if scratch is None else scratch
         self.runs = 0
-        # GPT_EAGLE_GRAPHS=0: the step runs as it is, over the same buffers
-        self.captures = switches.is_on("GRAPHS")
+        self.captures = captures and device.type == "cuda"
         self.capture_failed = False
         self.graph = None
         self.result = None
@@ -91,7 +70,7 @@ class Replay:
     def __call__(self) -> Any:
         """Run it. Returns: the body's result; from a graph in the same tensors every time."""
         self.runs += 1
-        if self.device.type == "cuda" and self.captures and self.runs == WARM_UPS + 1:
+        if self.captures and self.runs == WARM_UPS + 1:
             self._capture()
         if self.graph is None:
             self.result = self.body()
@@ -154,11 +133,6 @@ def copy_into(buffers: Any, values: Any) -> None:
             buffer.copy_(value)
 
 
-def is_finite(features: Tensor) -> bool:
-    """Return whether all numbers are finite. A sum shows it in one operation."""
-    return bool(features.sum(dtype=torch.float32).isfinite())
-
-
 def sequences_of(record: Any, rows: range) -> Any:
     """View some sequences of nested tuples of tensors and caches: [B, ...] -> [rows, ...]."""
     if hasattr(record, "sequences"):
@@ -173,25 +147,6 @@ def sequence_of(record: Any, seq: int) -> Any:
     return sequences_of(record, range(seq, seq + 1))
 
 
-def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
-    """Copy one sequence of nested tuples of tensors and caches to another.
-
-    slots: of each cache, from the first on
-    Writes: the record.
-    """
-    for to, own in zip(prefix_of(record, seq, slots), prefix_of(record, source, slots)):
-        to.copy_(own)
-
-
-def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
-    """View one sequence of nested tuples of tensors and caches. slots: as for `copy_sequence`"""
-    if hasattr(record, "prefix"):
-        return record.prefix(seq, slots)
-    if isinstance(record, Tensor):
-        return [record[seq]]
-    return [view for part in record or () for view in prefix_of(part, seq, slots)]
-
-
 class HostCopy:
     """Small tensors on their way to the host."""
 
@@ -199,7 +154,7 @@ class HostCopy:
         # pinned on CUDA, from blocks that the allocator reuses as soon as their copies are done
         self.host = [x.to("cpu", non_blocking=True) for x in tensors]
         self.arrived = None
-        if tensors[0].is_cuda:
+        if tensors and tensors[0].is_cuda:
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
@@ -229,53 +184,6 @@ def compiled(step: Callable) -> Callable:
 
 
 _compiled = itertools.count()
-
-
-def why_not_compiled(device: str) -> str:
-    """Try the compiler on a small step. Returns: the reason why it does not work, or ""."""
-    if device.startswith("cpu"):  # there it means the C++ operators
-        if has_cpu_operators():
-            return ""
-        if is_plain():
-            return "PyTorch replaces the CPU operators"
-        return "it needs the CPU operators"
-    try:
-        torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
-    except Exception as error:  # a missing or broken compiler may raise anything
-        return first_line(error)[:120]
-    return ""
-
-
-def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
-    """Show on a terminal which preset compiles; at the end of all of them, clear the line."""
-    if not sys.stderr.isatty():
-        return
-    if number < len(presets):
-        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}"
-        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-    else:
-        print("\r" + " " * 60, end="\r", file=sys.stderr, flush=True)
-
-
-def time_presets(
-    time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None
-) -> list[float]:
-    """Time a cycle of every preset (s); the first two after a change do not count.
-
-    say: called with each preset's number and all presets, at the end with their count
-    """
-    times: list[float] = []
-    for preset in range(len(presets)):
-        if say:
-            say(preset, presets)
-        times.append(statistics.mean([time_cycle(preset) for _ in range(4)][2:]))
-    if say:
-        say(len(times), presets)
-    return times
-
-
-def _probe(x: Tensor) -> Tensor:
-    return x * 2 + 1
 
 
 def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:

@@ -11,31 +11,32 @@ on CPU and GPU, safe in a captured graph. One call gives four words, so four tok
 Every sequence has its own parameters (`SamplingTensors`). A greedy one's noise is 0 and its scores
 are the logits themselves, so that it may stand beside others; where all are greedy, no step here
 runs.
-The order is: biases and penalties, temperature, top-n-sigma, top-k, typical-p, top-p, min-p, XTC.
-It is llama.cpp's, but for the temperature, which comes before the cuts as in vLLM and transformers.
-Not here: how a device computes noise, cuts and choice (reference.py); penalties
-(drafts/penalties.py); the papers' residual rule (drafts/residual.py).
+The order is: temperature, top-k, top-p, min-p. It is llama.cpp's, but for the temperature, which
+comes before the cuts as in vLLM and transformers.
+Not here: how a device computes noise, cuts and choice (reference.py); other cuts, biases and
+penalties (`Shaping`, drafts/shaping.py); the papers' residual rule (drafts/residual.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 import reference
+from draft_tree import DecodedTokens, DraftTree
+from options import Sampling
 from reference import MASK32, TORCH, Backend
-from run.options import Sampling
 
 # Separate noise for separate uses; the number sits in the top bits of the draw word.
 CHOICE = 0
 DRAFT = 1
 ACCEPT = 2
-XTC = 3
+XTC = 3  # of drafts/shaping.py
 
 # scores over a lower one may be infinite in fp32; noise decides between equal scores only at both
 LEAST_TEMPERATURE = 1e-30
@@ -66,23 +67,35 @@ class SamplingMode(IntEnum):
     @staticmethod
     def needed_by(params: Sampling) -> SamplingMode:
         """Return the mode that sampling with these parameters needs."""
-        if params.rescores:
+        if params.is_shaped:
             return SamplingMode.SHAPED
         if params.temperature == 0:
             return SamplingMode.GREEDY
-        if params.top_n_sigma > 0 or params.typical_p < 1 or params.xtc_probability > 0:
-            return SamplingMode.SHAPED
         if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
             return SamplingMode.NOISY
         return SamplingMode.TRUNCATED
 
 
-class NodeRule(NamedTuple):
-    """The part of a rule that differs from node to node of a tree."""
+class Shaping(Protocol):
+    """Further changes of the distribution, such as penalties; tensor operations of fixed shape."""
 
-    xtc: Tensor  # [B, N] fp32, its threshold at the draws that it acts on, elsewhere infinity
-    # of scores [B, N, V], by the text before each node; None: they stay
-    rescore: Callable[[Tensor], Tensor] | None
+    def rows(self, each: Sequence[Sampling]) -> Any:
+        """Make the parameters of B sequences, a tuple of tensors [B, ...]."""
+
+    def at_nodes(
+        self, rule: SamplingTensors, draws: Tensor, text: DecodedTokens, tree: DraftTree
+    ) -> Shaping:
+        """Return the changes for the token after every node of a tree. Others change no score.
+
+        rule: with `rows` as its `shaped`; draws: [B] int64, of the token after the root
+        text: all tokens up to the root
+        """
+
+    def rescore(self, scores: Tensor) -> Tensor:
+        """Return changed scores, [B, N, V] fp32. Writes: scores."""
+
+    def cut(self, scores: Tensor, rule: SamplingTensors, backend: Backend) -> Tensor:
+        """Do as `process`, with further cuts."""
 
 
 class SamplingTensors(NamedTuple):
@@ -102,70 +115,53 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor | None = None  # [B] int64, 0 keeps all
     top_p: Tensor | None = None  # [B] fp32, 1 keeps all
     margin: Tensor | None = None  # [B] fp32, log of min-p; minus infinity keeps all
-    sigmas: Tensor | None = None  # [B] fp32, top-n-sigma; infinity keeps all
-    typical: Tensor | None = None  # [B] fp32, 1 keeps all
-    xtc_probability: Tensor | None = None  # [B] fp32
-    xtc_threshold: Tensor | None = None  # [B] fp32
-    answer: Tensor | None = None  # [B] int64, index of the answer's first token in the text
-    penalties: Any = ()  # tensors of `decode.Rescorer`, one row per sequence
-    nodes: NodeRule | tuple[()] = ()  # of `at_nodes`; a state has none
+    shaped: Any = ()  # tensors of `Shaping`, one row per sequence
+    shaping: Shaping | tuple[()] = ()  # of a rule; a state has none
 
     @staticmethod
     def from_params(
-        each: Sequence[Sampling], device: torch.device | str = "cpu", seed: int = 0
+        each: Sequence[Sampling],
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        shaping: Shaping | None = None,
     ) -> SamplingTensors:
         """Make the tensors of B sequences, all of one seed, as samples 0 of prompts 0."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
-        temperature = [max(s.temperature, LEAST_TEMPERATURE) for s in own]
-        top_p = [max(s.top_p, LEAST_TOP_P) for s in own]
-        margin = [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own]
-        sigmas = [s.top_n_sigma if s.top_n_sigma > 0 else math.inf for s in own]
+        zeros = torch.zeros(len(own), dtype=torch.long, device=device)
         words = torch.tensor([[seed & MASK32, seed >> 32]], device=device)
+
+        def numbers(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float32, device=device)
+
         return SamplingTensors(
             words.repeat(len(own), 1),
-            torch.zeros(len(own), dtype=torch.long, device=device),
-            torch.zeros(len(own), dtype=torch.long, device=device),
+            zeros,
+            zeros.clone(),
             torch.tensor([s.temperature == 0 for s in each], device=device),
-            torch.tensor(temperature, dtype=torch.float32, device=device),
+            numbers(max(s.temperature, LEAST_TEMPERATURE) for s in own),
             torch.tensor([s.top_k for s in own], device=device),
-            torch.tensor(top_p, dtype=torch.float32, device=device),
-            torch.tensor(margin, dtype=torch.float32, device=device),
-            torch.tensor(sigmas, dtype=torch.float32, device=device),
-            torch.tensor([s.typical_p for s in own], dtype=torch.float32, device=device),
-            torch.tensor([s.xtc_probability for s in own], dtype=torch.float32, device=device),
-            torch.tensor([s.xtc_threshold for s in own], dtype=torch.float32, device=device),
-            torch.zeros(len(own), dtype=torch.long, device=device),
+            numbers(max(s.top_p, LEAST_TOP_P) for s in own),
+            numbers(math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own),
+            () if shaping is None else shaping.rows(each),
         )
 
-    def needed(self, mode: SamplingMode) -> SamplingTensors | None:
-        """Return the part that a step of a mode reads; None when all sequences are greedy."""
+    def needed(
+        self,
+        mode: SamplingMode,
+        shaping: Shaping | None = None,
+        nodes: tuple[Tensor, DecodedTokens, DraftTree] | None = None,
+    ) -> SamplingTensors | None:
+        """Return the part that a step of a mode reads; None when all sequences are greedy.
+
+        nodes: the draws, the text and the tree of `Shaping.at_nodes`; None: for drafts
+        """
         if mode == SamplingMode.GREEDY:
             return None
         if mode == SamplingMode.NOISY:
             return SamplingTensors(*self[:5])
-        if mode == SamplingMode.TRUNCATED:
+        if mode == SamplingMode.TRUNCATED or shaping is None:
             return SamplingTensors(*self[:8])
-        return self
-
-    def at_nodes(
-        self, draws: Tensor, rescore: Callable[[Tensor], Tensor] | None
-    ) -> SamplingTensors:
-        """Return the rule for the nodes of a tree.
-
-        draws: [B, N] int64, the draw of the token after each node
-        rescore: as in `NodeRule`
-        """
-        threshold = torch.full(draws.shape, float("inf"), device=draws.device)  # [B, N]
-        if may_be(self.xtc_probability > 0):
-            acts = uniforms(self, draws, 1, XTC)[:, :, 0] < self.xtc_probability[:, None]
-            threshold = torch.where(acts, self.xtc_threshold[:, None], threshold)
-        return SamplingTensors(*self[:-1], NodeRule(threshold, rescore))
-
-    def cuts(self) -> tuple[Tensor | None, ...]:
-        """Return the fields that `process` reads, in the order of the C++ operator."""
-        xtc = self.nodes.xtc if self.nodes else None
-        own = (self.temperature, self.top_k, self.top_p, self.margin)
-        return (*own, self.sigmas, self.typical, xtc)
+        return SamplingTensors(*self[:-1], shaping.at_nodes(self, *nodes) if nodes else shaping)
 
 
 def uniforms(key: SamplingTensors, draws: Tensor, count: int, domain: int = CHOICE) -> Tensor:
@@ -196,11 +192,14 @@ def gumbel(
 def process(logits: Tensor, rule: SamplingTensors, backend: Backend = TORCH) -> Tensor:
     """Apply the temperature, then the cuts, in fp32.
 
-    Of tokens that tie at the cut of top-k, typical-p or top-p the lower ids stay.
+    Of tokens that tie at the cut of top-k or top-p the lower ids stay.
     logits: [B, N, V] fp32; a rule of `at_nodes` has the same N
     Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
     """
-    return backend.cut(logits, *rule.cuts())
+    if rule.shaping:
+        return rule.shaping.cut(logits, rule, backend)
+    cuts = (rule.temperature, rule.top_k, rule.top_p, rule.margin)
+    return backend.cut(logits, *cuts)
 
 
 def choose(
@@ -214,12 +213,12 @@ def choose(
     """Choose the token after every node, [B, N] int64, as `decode.pick_tokens`.
 
     scores: [B, N, V] fp32
-    Writes: scores, where penalties change them.
+    Writes: scores, where `Shaping` changes them.
     """
     if allowed is not None:
         scores = torch.where(allowed, scores, float("-inf"))
-    if rule is not None and rule.nodes and rule.nodes.rescore is not None:
-        scores = rule.nodes.rescore(scores)
+    if rule is not None and rule.shaping:
+        scores = rule.shaping.rescore(scores)
     if noise is not None:
         scores = process(scores, rule, backend)
     return backend.best(scores, noise, draw)

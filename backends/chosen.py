@@ -31,7 +31,7 @@ MERGED = ("fused", "norm", "products", "rotary")  # of launches with the work be
 # a function -> the families that leave it to PyTorch, any of them; none: it is always there
 FAMILIES: dict[str, tuple[str, ...]] = {
     # scores
-    **dict.fromkeys(("soft_cap", "gumbel", "cut", "best", "topk"), ("topk",)),
+    **dict.fromkeys(("soft_cap", "gumbel", "cut", "cut_shaped", "best", "topk"), ("topk",)),
     # the tree
     "expand_frontier": ("topk", "tree"),
     **dict.fromkeys(("select_nodes", "root_tree", "accept"), ("tree",)),

@@ -5,11 +5,11 @@ ADDS = {
     "drafters": {"drafts": "drafts.methods"},
     "extension": {
         "grammar": "drafts.grammar",
-        "penalties": "drafts.penalties",
+        "shaping": "drafts.shaping",
         "residual": "drafts.residual",
         "auto": "drafts.auto_trees",
         "stand_in": "drafts.stand_in",
         "parallel eagle": "drafts.parallel_eagle:ParallelEagleDrafter",
     },
-    "operators": {"lookups": "drafts.operators"},
+    "operators": {"lookups": "drafts.operators", "cuts": "drafts.cuts"},
 }

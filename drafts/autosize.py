@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode import Engine
+from decode import CycleResult
 from drafters import Drafter
 from drafts.deferred import LazyDrafter, read_skipped
 from drafts.drafted import source_of
@@ -50,7 +50,8 @@ from drafts.presets import PresetPolicy, lookup_of
 from drafts.remembered import file_of, recall, remember
 from files.io import read_json
 from run import ranks
-from run.observer import CycleResult, View
+from run.engine import Engine
+from run.observer import View
 from run.options import DEPTH
 
 # weight that a mean keeps per cycle; the means of accepted tokens fade once per sequence
@@ -220,7 +221,7 @@ def sizer_of(engine: Engine, timed_s: Sequence[float], lookup: Any, rows: int) -
     sizer = Autosizer(shapes, known, node, names, may_skip_prompts, lookups, sources)
     if known.rates:
         rates.copy_(torch.tensor(known.rates).view_as(rates))
-    pool = engine.cycles.buffers
+    pool = engine.free
     for buffers in pool:  # of warm-ups
         state = lookup_of(buffers.state.drafter_state)
         if state is not None:

@@ -30,6 +30,7 @@ from drafts.presets import PresetDrafter
 from model import Transformer
 from reference import Backend
 from run.observer import View
+from run.resolved import tree_options
 from runtime import copy_into, replace_fields, sequences_of
 
 MAX_KEPT = 16  # tokens whose features are kept
@@ -92,7 +93,7 @@ class LazyDrafter(PresetDrafter):
 
     def resolved_options(self) -> dict[str, Any]:
         names = [preset.name for preset in self.presets]
-        return self.drafter.resolved_options() | {"tree": "auto", "trees": names}
+        return tree_options(self.drafter) | {"tree": "auto", "trees": names}
 
     def init(self, batch: int, slots: int) -> LazyState:
         width = (1 + len(self.aux_layers)) * self.weight.shape[-1]

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from decode import Engine
+from decode import CycleResult
 from draft_tree import DrafterUpdate
 from drafts.deferred import RestingDrafter
+from run.engine import Engine
 from run.methods import known_drafters
-from run.observer import CycleResult, Observer, View
+from run.observer import Observer, View
 
 
 def source_of(engine: Engine, preset: int) -> str:
@@ -136,7 +137,7 @@ def nodes_of(columns: list[list], seq: int, result: CycleResult) -> Nodes:
 
     columns: of the cycle's sequences, tokens, parents, whether a node is valid, the accepted path
     """
-    row = seq - result.rows.start
+    row = seq - result.first
     tokens, parents, valid, path = (column[row] for column in columns)
     length = result.length[seq]
     accepted = path[: length + 1]

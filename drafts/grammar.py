@@ -22,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode import Engine, Guide
 from drafts.guided_draft import Guided, masks
 from files.io import LocalError
 from files.tokenizer import Tokenizer
 from options import log_note, one_line, require
+from run.engine import Engine
+from run.guides import Guide
 
 MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile
 # of strings in a schema, those that the library enforces
@@ -255,11 +256,8 @@ class TextGuide(Guide):
     def root_mask(self, device: torch.device) -> Tensor:
         return masks([[self.place]], self.vocab, device)
 
-    def around(
-        self, engine: Engine, preset: int, guides: list[TextGuide | None], live: list[bool]
-    ) -> Guided:
-        places = [guide.place if guide else None for guide in guides]
-        return Guided(engine.drafter, engine.presets[preset], places, live, self.vocab)
+    def around(self, engine: Engine, preset: int) -> Guided:
+        return Guided(engine.drafter, engine.presets[preset], self.vocab)
 
 
 def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:

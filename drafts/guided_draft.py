@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from draft_tree import MAX_NODES, DraftTree, Frontier
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from reference import build_tree
+from run.guides import GuidedDrafter
 from runtime import replace_fields
 
 # of drafts.grammar.GrammarState; None: any token may follow, or no node does
@@ -98,29 +99,34 @@ class Node(NamedTuple):
     place: Any
 
 
-class Guided(Drafter):
-    """A preset of a drafter for one cycle under grammars."""
+class Guided(GuidedDrafter):
+    """A preset of a drafter whose trees keep to grammars."""
 
-    def __init__(
-        self, whole: Drafter, drafter: Drafter, roots: GrammarStates, live: list[bool], vocab: int
-    ):
+    def __init__(self, whole: Drafter, drafter: Drafter, vocab: int):
         """Wrap a drafter.
 
         whole: the engine's drafter, of which `drafter` is a preset
-        roots: the places of the sequences, None without a grammar; vocab: V
+        vocab: V
         """
         self.drafter = drafter
         self.backend = drafter.backend
-        self.roots = roots
-        self.live = live
         self.vocab = vocab
         # a draft model must have run the nodes that it keeps; vanilla decoding stays what it is
         self.keeps_nodes = getattr(whole, "keeps_nodes", False)
         self.appends = not self.keeps_nodes and not isinstance(whole, RootOnly)
-        run = max(map(_forced, roots)) if self.appends else 0
-        self.depth = max(drafter.depth, run)
-        self.size = max(drafter.size, run + 1)
         self.width = max(drafter.width, 2)  # accepted nodes may lie apart
+
+    def follow(self, guides: Sequence[Any], live: Sequence[bool]) -> None:
+        """Keep to the grammars of the sequences of the next cycle.
+
+        guides: `drafts.grammar.TextGuide`, None without one
+        Writes: the places of the sequences, and a tree's size, which has room for forced tokens.
+        """
+        self.roots = [guide.place if guide else None for guide in guides]
+        self.live = live
+        run = max(map(_forced, self.roots)) if self.appends else 0
+        self.depth = max(self.drafter.depth, run)
+        self.size = max(self.drafter.size, run + 1)
 
     def extend(self, state: Any, update: DrafterUpdate) -> Any:
         return self.drafter.extend(state, update)

@@ -11,8 +11,9 @@ from drafts.presets import PresetPolicy
 from eagle_draft import load_drafter
 from model import Transformer
 from run.methods import spec_of
-from run.observer import Observer
+from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig
+from run.resolved import tree_options
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
@@ -30,4 +31,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     form = (config.quant_draft, config.group_size)
     added["children"] = config.child_rule
     drafter = load_drafter(target, config.head, config.draft_tree, *form, **added)
-    return DraftMethod((drafter,), drafter.resolved_options(), policy)
+    return PresetMethod((drafter,), tree_options(drafter), policy=policy)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from backends.library import single_torch_thread
+from decode import CycleResult
 from draft_tree import DrafterUpdate
 from model import Transformer
-from run.observer import CycleResult, Observer, View
+from run.observer import Observer, View
 
 
 class Logprob(NamedTuple):

@@ -37,7 +37,9 @@ from model import Transformer
 from options import log_note, require
 from quantize import BLOCKS, Quantization
 from reference import Backend, choose, use_backend
+from run.observer import PresetMethod
 from run.options import GenerateConfig
+from run.resolved import tree_options
 from runtime import replace_fields
 
 
@@ -89,9 +91,8 @@ class ModelDrafter(TreeDrafter):
         """Return the way to draft: past the draft model's own context, no tree is drafted."""
         if self.reach is None:
             return super().method()
-        return DraftMethod(
-            (RootOnly(), self), self.resolved_options(), PresetPolicy(reach=self.reach)
-        )
+        policy = PresetPolicy(reach=self.reach)
+        return PresetMethod((RootOnly(), self), tree_options(self), policy=policy)
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend; the model's dtype may be another than the target's."""

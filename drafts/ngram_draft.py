@@ -36,6 +36,7 @@ from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from drafts.presets import PresetDrafter
 from model import Transformer
 from reference import TORCH, Backend
+from run.observer import PresetMethod
 from run.options import GenerateConfig
 from runtime import replace_fields
 
@@ -213,7 +214,9 @@ class NgramDrafter(PresetDrafter):
         return other
 
     def method(self) -> DraftMethod:
-        return DraftMethod(self.presets, self.resolved_options(), AutoTrees(self, self.kept))
+        return PresetMethod(
+            self.presets, self.resolved_options(), policy=AutoTrees(self, self.kept)
+        )
 
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()

@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode import Rescorer
 from draft_tree import DecodedTokens, DraftTree
 from files.tokenizer import Tokenizer
 from options import require
 from run.options import MOST_BAD_WORDS, MOST_BIASES, Sampling, parse_biases, parse_ids
-from sampling import SamplingTensors, may_be, on_host
+from sampling import may_be, on_host
 
 LONGEST_WORD = 16  # tokens of one of `bad_words`
 MOST_REPEATED = 32  # tokens; by the usual base such a repeat costs 2 * 10**7
@@ -62,7 +61,7 @@ class Rows(NamedTuple):
     min_tokens: Tensor  # [B] int64
 
 
-class Penalties(Rescorer):
+class Penalties:
     """Biases, penalties and masks for the tokens of a model."""
 
     def __init__(
@@ -82,6 +81,7 @@ class Penalties(Rescorer):
         self.words_of = lru_cache(maxsize=64)(self._words)
 
     def check(self, own: Sampling) -> None:
+        """Check that the tokens that parameters name exist. Raises: ValueError."""
         for name, ids in (
             ("logit_bias", parse_biases(own.logit_bias)),
             ("allowed_token_ids", parse_ids(own.allowed_token_ids)),
@@ -99,6 +99,7 @@ class Penalties(Rescorer):
         require(not allowed or not allowed <= single, fault)
 
     def rows(self, each: Sequence[Sampling]) -> Rows:
+        """Make the parameters of B sequences."""
         ids = torch.zeros(len(each), MOST_BIASES, dtype=torch.long)
         bias = torch.zeros(len(each), MOST_BIASES)
         for row, own in enumerate(each):
@@ -172,14 +173,19 @@ class Penalties(Rescorer):
         return allowed
 
     def rescore(
-        self, scores: Tensor, rule: SamplingTensors, text: DecodedTokens, tree: DraftTree
+        self, scores: Tensor, rows: Rows, answer: Tensor, text: DecodedTokens, tree: DraftTree
     ) -> Tensor:
-        rows: Rows = rule.penalties
+        """Return changed scores, [B, N, V] fp32, by tensor operations of fixed shape.
+
+        scores: [B, N, V] fp32, of the token after each node
+        answer: [B] int64, index of the answer's first token; text: all tokens up to the root
+        Writes: scores.
+        """
         if may_be(rows.bias != 0):
             nodes = scores.shape[1]
             biased = rows.bias_ids[:, None].expand(-1, nodes, -1)
             scores.scatter_add_(2, biased, rows.bias[:, None].expand(-1, nodes, -1))
-        answered = text.pos[:, None] + tree.depths + 1 - rule.answer[:, None]  # [B, N], tokens
+        answered = text.pos[:, None] + tree.depths + 1 - answer[:, None]  # [B, N], tokens
         repeated = may_be(rows.repetition != 1, rows.presence != 0, rows.frequency != 0)
         prolonged = may_be(rows.multiplier > 0)
         bad = may_be(rows.bad_words >= 0)

@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor
 
 import sampling
-from decode import Engine
+from decode import CycleResult
 from draft_tree import DrafterUpdate
 from drafters import Drafter
 from drafts.ngram_estimates import Lookup
 from model import Transformer
-from run.observer import CycleResult, Observer, View
+from run.engine import Engine
+from run.observer import Observer, View
 from sampling import SamplingTensors
 
 

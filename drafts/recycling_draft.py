@@ -30,6 +30,7 @@ from drafts.kept_texts import PastTexts, texts_for
 from drafts.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
 from reference import ancestors
+from run.observer import PresetMethod
 from run.options import GenerateConfig
 
 RANKS = 8  # successors kept per token
@@ -87,7 +88,7 @@ class RecyclingDrafter(PresetDrafter):
     def method(self) -> DraftMethod:
         policy = AutoTrees(kept=self.kept) if self.smaller else PresetPolicy(self.kept)
         pick = partial(pick_and_rank, ranks=RANKS)
-        return DraftMethod(self.presets, self.resolved_options(), policy, pick)
+        return PresetMethod(self.presets, self.resolved_options(), pick, policy)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}

@@ -24,9 +24,9 @@ import torch
 
 from backends.cpp.build import check_own, loaded, processor
 from backends.library import tiles_in_use
-from decode import Engine
 from files.io import cache_folder, folder_lock, replace_file
 from options import log_note
+from run.engine import Engine
 
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (

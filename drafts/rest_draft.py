@@ -26,7 +26,7 @@ from drafts.presets import PresetDrafter
 from model import Transformer
 from options import require
 from reference import build_tree
-from run.observer import Observer
+from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig
 
 SIZES = (2, 4, 8, 16)  # nodes of the trees of --tree auto, root included
@@ -70,7 +70,7 @@ class RestDrafter(PresetDrafter):
 
     def method(self) -> DraftMethod:
         policy = AutoTrees() if self.smaller else Observer()
-        return DraftMethod(self.presets, self.resolved_options(), policy)
+        return PresetMethod(self.presets, self.resolved_options(), policy=policy)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"tree_size": self.size, "tree_depth": self.depth}

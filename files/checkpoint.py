@@ -221,6 +221,7 @@ class TensorSource(quantize.TensorSource):
 
     note: str = ""  # printed when all is read
     block_types: str = ""  # of a GGUF file's matrices, for a note
+    makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def type_of(self, name: str) -> str:
         """Return the type of the blocks of a tensor that has a reader; "": it has none."""

@@ -49,7 +49,7 @@ from files.untrusted import load_pickle, read_untrusted
 from files.weights import check_layers
 from model import ModelConfig
 from options import load_part, log_note, require
-from quantize import BLOCKS, FORMATS
+from quantize import BLOCKS, decode
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -193,7 +193,7 @@ def head_files(path: Path, form: str) -> TensorSource:
 
 
 def _numbers(format: str, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Tensor:
-    return FORMATS[format].decode(from_file(format, codes()), scale())
+    return decode(from_file(format, codes()), scale())
 
 
 def version_of(names: Iterable[str]) -> int:

@@ -54,6 +54,7 @@ from quantize import (
     Storage,
     Weight,
     by_expert,
+    decode,
     linear_weights,
     load_weights,
     some,
@@ -108,10 +109,10 @@ class CheckpointLoader(Loader):
         if not self.storage.quant.is_blocks:
             super().choose_group(inputs)
 
-    def wanted(self, names: dict[str, tuple[str, ...]], linear: set[str]) -> set[str]:
-        wanted = super().wanted(names, linear)
+    def wanted(self, names: dict[str, tuple[str, ...]], packed: set[str]) -> set[str]:
+        wanted = super().wanted(names, packed)
         if self.storage.quant is not None and self.storage.quant.saved and not self.files.quantized:
-            wanted |= {scale_name(theirs) for ours in linear & set(names) for theirs in names[ours]}
+            wanted |= {scale_name(theirs) for ours in packed for theirs in names[ours]}
         return wanted
 
     def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:
@@ -135,40 +136,64 @@ class CheckpointLoader(Loader):
             unused = f"{len(others)} weight(s) of other parts are not used: {some(others)}"
             log_note(f"{self.files.path}: {one_line(unused)}")
 
-    def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], linear: set[str]) -> None:
+    def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], packed: set[str]) -> None:
         params = dict(model.named_parameters())
-        stored_bytes = _check_memory(self.files, params, names, linear, self.storage)
+        stored_bytes = _check_memory(self.files, params, names, packed, self.storage)
         self.pages = HugePages() if stored_bytes >= REGION else None
         on_one_thread = stored_bytes < SMALL and cpu_operators_are_loaded()
         self.total = len(names)
         with self.status, single_torch_thread(on_one_thread):
-            super().fill(model, names, linear)
+            super().fill(model, names, packed)
 
-    def place(self, model: nn.Module, ours: str, theirs: tuple[str, ...], linear: set[str]) -> None:
+    def place(self, model: nn.Module, ours: str, theirs: tuple[str, ...], packed: bool) -> None:
         self.status.show(f"[loading: {self.placed} of {self.total} weights]")
         self.placed += 1
         owner, _, leaf = ours.rpartition(".")
         module = model.get_submodule(owner)
         shape = getattr(module, leaf).shape
-        if ours not in linear and theirs[0] in self.files.quantized:  # an embedding in blocks
+        if not packed and theirs[0] in self.files.quantized:  # an embedding in blocks
             setattr(model, owner, self.embedding(theirs, shape))
-        elif ours in linear and not self.fits_device(theirs):
+        elif packed and not self.fits_device(theirs):
             module.weight = nn.Parameter(self.widened(theirs, shape), requires_grad=False)
         else:
-            super().place(model, ours, theirs, linear)
-            if ours in linear and not self.storage.quant.is_blocks:  # packed where they stay
+            super().place(model, ours, theirs, packed)
+            if packed and not self.storage.quant.is_blocks:  # which are packed where they stay
                 if self.pages and not module.experts:  # which are too much to be there twice
                     self.pages.move(module)
                 _trim_heap()
 
-    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
-        is_wide = leaf in getattr(module, "in_fp32", ())
-        return torch.float32 if is_wide else super().dtype_of(module, leaf)
-
-    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Do as `Loader.parameter`, in huge pages; a stack's parts are there once at a time."""
+        is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))
+        if is_stack and len(names) >= shape[0]:
+            value = torch.empty(shape, dtype=dtype, device=self.storage.device)
+            for part, out in zip(by_expert(names, shape[0]), value):
+                self.join(part, shape[1:], dtype, out)
+            return value
+        value = None
         if self.pages and self.storage.device == "cpu":
-            return self.pages.empty(shape, dtype)
-        return None
+            value = self.pages.empty(shape, dtype)
+        return self.join(names, shape, dtype, value)
+
+    def join(
+        self,
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
+        """Do as `Loader.join`. value: write and return this one"""
+        parts = [self.files.read(name, dtype) for name in names]
+        self.check_shape([tuple(part.shape) for part in parts], names, shape)
+        is_new = len(parts) == 1 and self.files.makes_tensors
+        stays = is_new and dtype in (None, parts[0].dtype) and self.storage.device == "cpu"
+        if value is None and stays:
+            return parts[0]
+        if value is None:
+            return self.below(parts, names, shape, dtype)
+        for target, part in zip(value.split([part.shape[0] for part in parts]), parts):
+            target.copy_(part)
+        return value
 
     def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
         """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
@@ -259,7 +284,7 @@ class CheckpointLoader(Loader):
         codes = from_file(quant.format, stored)
         scale = self.join(tuple(map(scale_name, names)), scale_shape, scale_dtype)
         if quant.format == "int8" and quant.group_size and self.storage.device != "cpu":
-            return Int8.encode(Int8.decode(codes, scale), 0)  # CUDA's product has no groups
+            return Int8.encode(decode(codes, scale), 0)  # CUDA's product has no groups
         return codes, scale
 
     def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:

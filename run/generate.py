@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from decode import Engine
 from files.io import StatusLine, write_text
 from options import load_part, log_note, one_line_errors, require
 from run import ranks
+from run.engine import Engine
 from run.load import load, without_draft
 from run.prompts import (
     Conversation,
@@ -180,7 +180,17 @@ class Batch:
         on_finished: called with the turns of every finished conversation
         Raises: ValueError where numbers are not finite.
         """
-        scheduler = Scheduler(self.engine)
+        with closing(Scheduler(self.engine)) as scheduler:
+            self._decode(scheduler, streams, on_pieces, on_finished)
+            self.stats.add(scheduler.take_stats())
+
+    def _decode(
+        self,
+        scheduler: Scheduler,
+        streams: list[tuple[int, int]],
+        on_pieces: Callable[[list[Piece]], None],
+        on_finished: Callable[[list[Turn]], None],
+    ) -> None:
         turns: dict[tuple[int, int], list[Turn]] = {stream: [] for stream in streams}
         for pieces in scheduler.run([self._first_turn(stream) for stream in streams]):
             self.reading = scheduler.session.prefill_progress()
@@ -196,7 +206,6 @@ class Batch:
                 else:
                     on_finished(conversation)
         self.entries += [turn for stream in sorted(turns) for turn in turns[stream]]
-        self.stats.add(scheduler.take_stats())
 
     def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Turn:
         sampling, seed = self.draws[index[0]]
@@ -348,9 +357,10 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
     need_tokenizer(engine)
     ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
     request = Request.of(engine, ids, draft_limit=draft_limit)
-    for pieces in Scheduler(engine).run([request]):
-        for piece in pieces:
-            yield piece.text
+    with closing(Scheduler(engine)) as scheduler:
+        for pieces in scheduler.run([request]):
+            for piece in pieces:
+                yield piece.text
     require(not request.fault, request.fault)
 
 

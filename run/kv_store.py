@@ -26,9 +26,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from decode import Engine
 from files.io import replace_file
 from options import log_note, require
+from run.engine import Engine
 from run.session import Session, common_prefix
 
 CAPACITY = 4 * 2**30  # bytes

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,30 +22,25 @@ from backends.library import (
     has_cpu_operators,
     set_plain,
 )
-from decode import Engine, Rescorer, build_cycles, cache_dtype
+from decode import build_cycles
 from drafters import DraftMethod, RootOnly
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, require
 from run import ranks
+from run.cuda import set_cuda_device
+from run.engine import Engine, cache_dtype
 from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
 from run.prompts import read_grammar
-from run.session import PREFILL_WIDTHS, Session
+from run.resolved import tree_options
 from run.stats import free_bytes, sequence_memory, slot_bytes
-from runtime import (
-    WARM_UPS,
-    copy_into,
-    say_what_compiles,
-    set_cuda_device,
-    time_presets,
-    why_not_compiled,
-)
+from run.warm_up import warm_up
+from sampling import Shaping
 
 if TYPE_CHECKING:
     from files.chat import TextFiles
 
-TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
 CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
@@ -88,12 +82,13 @@ def load(
     _note_attention(target)
     eos_ids = _eos_ids(target, tokenizer, template)
     engine = Engine(
-        asked,
         target,
         (RootOnly(),),
         _context(asked, target),
         eos_ids,
-        rescorer=_rescorer(asked, target, tokenizer, eos_ids),
+        config=asked,
+        captures=switches.is_on("GRAPHS"),
+        shaping=_shaping(asked, target, tokenizer, eos_ids),
         tokenizer=tokenizer,
         template=template,
     )
@@ -122,18 +117,20 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
     return config or GenerateConfig(**by_names(GenerateConfig, options))
 
 
-def _rescorer(
+def _shaping(
     config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
-) -> Rescorer | None:
-    """Return the penalties that requests may ask for. Raises: ValueError for no token's id."""
+) -> Shaping | None:
+    """Return the cuts and penalties that requests may ask for.
+
+    Raises: ValueError for no token's id.
+    """
     if not has_drafts():
         return None
     device = target.norm.weight.device
-    rescorer = load_part("extension", "penalties").Penalties(
-        target.config.vocab_size, device, tokenizer, eos_ids
-    )
-    rescorer.check(config.sampling)
-    return rescorer
+    vocab = target.config.vocab_size
+    shaping = load_part("extension", "shaping").for_model(vocab, device, tokenizer, eos_ids)
+    shaping.check(config.sampling)
+    return shaping
 
 
 def _pick_device(config: GenerateConfig) -> str:
@@ -169,11 +166,12 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
         from files.weights import int4_group
 
         config = replace(config, group_size=int4_group(target))
+    used = method.resolved or tree_options(method.presets[-1])
     return replace(
         engine.with_method(method),
         config=asked,
         accept_rule=accept_rule(asked),
-        resolved=_changes(asked, config) | {"context": engine.context} | method.resolved,
+        resolved=_changes(asked, config) | {"context": engine.context} | used,
     )
 
 
@@ -377,54 +375,3 @@ def without_draft(engine: Engine) -> Engine:
         method = DraftMethod((RootOnly(),), pick_tokens=tp.pick_tokens)
     plain = engine.with_method(method)
     return warm_up(build_cycles(replace(plain, config=config, accept_rule=None)))
-
-
-def warm_up(engine: Engine) -> Engine:
-    """Make the engine ready for its first prompt.
-
-    On a CPU nothing is left to do. On CUDA the cycles run until they are captured, and with
-    --compile compiled. Where that does not work, a note says so, and the engine does without it.
-    """
-    how = engine.option("compile")
-    reason = why_not_compiled(engine.option("device")) if how else ""
-    if reason:
-        how = None if engine.captured else False
-    chosen = engine.resolved | {"compile": how}
-    ranks.check_same_on_all_ranks(engine.config, **chosen)
-    if reason:
-        log_note(f"--compile does not work here ({reason}); running without it")
-        return warm_up(build_cycles(replace(engine, resolved=chosen)))
-    compile_s = 0.0
-    if engine.captured:
-        began = time.perf_counter()
-        for _ in range(1 + WARM_UPS):
-            _prefill_each_width(engine)
-            time_cycles(engine, say_what_compiles)
-        compile_s = time.perf_counter() - began
-    policy = engine.policy.on_engine_ready(engine, partial(time_cycles, engine))
-    return replace(engine, compile_s=compile_s, policy=policy)
-
-
-def _prefill_each_width(engine: Engine) -> None:
-    """Decode one token after a prompt of every prefill width, in every sequence of the batch."""
-    engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
-    for width in PREFILL_WIDTHS:
-        prompt = [0] * min(width, engine.context - 1)
-        for _ in Session(engine).decode_turn([prompt] * engine.config.batch_size):
-            pass
-
-
-def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
-    """Time a cycle of every preset, with sequences that decode after `TIMED_BEHIND` tokens.
-
-    progress: as `say` of `time_presets`
-    Returns: seconds of a cycle, per preset.
-    """
-    session = Session(engine)
-    state = session.state
-    state.pos.fill_(min(TIMED_BEHIND, engine.context // 2))
-    state.limit.fill_(engine.context - 1)
-    state.done.fill_(False)
-    rewound = engine.drafter.rewind(state.drafter_state, state.pos)
-    copy_into(state.drafter_state, rewound)
-    return time_presets(session.time_cycle, engine.presets, progress)

@@ -1,4 +1,4 @@
-"""The report of a cycle, and observers: objects on the host that watch decoding.
+"""Observers: objects on the host that watch decoding.
 
     next_preset, before_step --> cycle --> host_tensors --> after_cycle ... finished
 
@@ -9,87 +9,21 @@
 3. When a turn ends it gets the text.
 
 An observer changes the speed, or notes something; it never changes a token. It reads a `View`, not
-the session. Guides, which mask tokens, are a protocol of their own (`decode.Guide`).
+the session. Guides, which mask tokens, are a protocol of their own (run/guides.py).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from decode import CycleResult
 from draft_tree import DrafterUpdate
+from drafters import DraftMethod
 from run.tree_paths import DraftLimit
-from runtime import HostCopy
-
-REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report
-
-
-class CycleResult:
-    """A cycle that the host has launched, and its report, once `read`.
-
-    The report is one tensor, [B, D+9] int64: D+1 decided tokens, then the columns named below, then
-    the times (`decode.timed_report`; on a CPU `advance` in backends/cpp/tree.cpp).
-    """
-
-    EMITTED = slice(0, -8)
-    COLUMNS = slice(-8, -4)  # `REPORT`
-    TIMES = slice(-4, None)
-
-    # per sequence up to the last that ran, once read; those before the first that ran are empty:
-    emitted: list[list[int]]  # D+1 decided tokens (bonus last); entries past `length` are padding
-    count: list[int]  # tokens left of them after cuts; 0: the sequence was done before
-    length: list[int]  # accepted nodes
-    # 1: the sequence is finished; 2, 3: numbers on the accepted path are not finite
-    done: list[int]
-    pos: list[int]  # index of the root that was verified
-    times: list[int]  # of all: ns before, between and after the steps
-    seconds: float  # of the cycle
-    live: list[int]  # the sequences that decoded
-    taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
-
-    def __init__(
-        self,
-        report: Tensor,
-        preset: int,
-        began: float,
-        further: Sequence[tuple[Tensor, ...]] = (),
-        rows: range | None = None,
-    ):
-        """Begin to copy the report.
-
-        report: of `decode.timed_report`; preset: the one that ran; began: the host's clock (s)
-        further: tensors of each observer, which are read with it
-        rows: the sequences that ran; None: all
-        """
-        self.preset = preset
-        self.rows = range(len(report)) if rows is None else rows
-        self.began = began
-        self.sizes = list(map(len, further))
-        self.copy = HostCopy(report, *(tensor for own in further for tensor in own))
-
-    def read(self, by_device: bool = False) -> CycleResult:
-        """Wait for the copy, and set the fields.
-
-        by_device: take the cycle's time from the device's clock, because the host runs ahead
-        """
-        report, *columns = self.copy.read()
-        self.times = report[0][self.TIMES]
-        report = [[0] * len(report[0])] * self.rows.start + report
-        self.further = [[columns.pop(0) for _ in range(size)] for size in self.sizes]
-        self.emitted = [row[self.EMITTED] for row in report]
-        columns = zip(*(row[self.COLUMNS] for row in report))
-        facts = dict(zip(REPORT, map(list, columns), strict=True))
-        self.count = facts["count"]
-        self.length = facts["length"]
-        self.done = facts["done"]
-        self.pos = facts["pos"]
-        self.seconds = (self.times[-1] - self.times[0]) / 1e9
-        if not (by_device and self.seconds):
-            self.seconds = time.perf_counter() - self.began
-        return self
 
 
 class View:
@@ -104,7 +38,7 @@ class View:
         drafter_state: Callable[[], Any],
         run_step: Callable[[Hashable, Callable], Any],
     ):
-        """engine: `decode.Engine`
+        """engine: `run.engine.Engine`
 
         history: every token of each sequence; during prefill, the cached part
         live: whether each sequence decodes
@@ -114,8 +48,7 @@ class View:
             steps apart
         """
         self.presets = engine.presets  # smallest tree first
-        # whether a cycle may run a part of the sequences; CUDA's kernels know whole buffers alone
-        self.has_parts = engine.device.type == "cpu" and not engine.captured
+        self.engine = engine
         self.history = history
         self.live = live
         self.draft_limits = draft_limits
@@ -128,15 +61,14 @@ class View:
         return self._drafter_state()
 
     @property
-    def rows(self) -> range:
-        """The sequences that the next cycle runs: from the first that decodes to the last.
+    def has_parts(self) -> bool:
+        """Return whether a cycle may run a part of the sequences."""
+        return self.engine.has_parts
 
-        On CUDA a cycle runs all. Where none decodes, a cycle will run one.
-        """
-        live = [seq for seq, decodes in enumerate(self.live) if decodes]
-        if not self.has_parts:
-            return range(len(self.live))
-        return range(live[0], live[-1] + 1) if live else range(1)
+    @property
+    def rows(self) -> range:
+        """The sequences that the next cycle runs."""
+        return self.engine.rows(self.live)
 
     @property
     def limit(self) -> int:
@@ -158,7 +90,7 @@ class Observer:
     def on_engine_ready(self, engine: Any, time_presets: Callable[[], list[float]]) -> Observer:
         """Return the observer of a warm engine.
 
-        engine: `decode.Engine`; time_presets: returns the seconds of a cycle of each preset
+        engine: `run.engine.Engine`; time_presets: returns the seconds of a cycle of each preset
         """
         return self
 
@@ -192,3 +124,10 @@ class Observer:
     def table(self, ran: list[tuple[int, float]]) -> list[dict[str, Any]]:
         """Summarize the presets, for the record; empty without a choice. ran: `Stats.presets`."""
         return []
+
+
+@dataclass(frozen=True)
+class PresetMethod(DraftMethod):
+    """A way to draft whose presets a policy picks."""
+
+    policy: Observer = Observer()

@@ -115,6 +115,12 @@ class Sampling(NamedTuple):
         masks = (self.min_tokens, self.bad_words, self.allowed_token_ids)
         return any((*penalties, self.dry_multiplier > 0, self.logit_bias, *masks))
 
+    @property
+    def is_shaped(self) -> bool:
+        """Return whether more than the parameters of the flat files changes the distribution."""
+        cuts = (self.top_n_sigma > 0, self.typical_p < 1, self.xtc_probability > 0)
+        return self.rescores or (self.temperature > 0 and any(cuts))
+
 
 DEFAULTS = Sampling()._asdict()
 # of these, what has no effect at temperature 0
@@ -525,8 +531,8 @@ class GenerateConfig(Options):
         require(len(self.bad_words) <= MOST_BAD_WORDS, words_fault)
         parse_biases(self.logit_bias)
         parse_ids(self.allowed_token_ids)
-        fault = "penalties and logit_bias are in the folder drafts/, which is not here; restore it"
-        require(not self.sampling.rescores or has_drafts(), fault)
+        fault = "penalties and rarer cuts are in the folder drafts/, which is not here; restore it"
+        require(not self.sampling.is_shaped or has_drafts(), fault)
 
     def check_acceptance(self) -> None:
         """Check that the rule of acceptance allows these parameters of sampling.

@@ -23,15 +23,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import Field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from decode import Engine
 from drafts.drafted import Drafted, Spans, told_draft
 from files.chat import OnTerminal, chat_template
 from files.fetch import title_of
 from files.io import StatusLine, has_colours, parse_json, read_named, write_text
+from run.engine import Engine
 from run.history import History
 from run.option_rules import NOT_CHAT
 from run.options import GenerateConfig
@@ -167,6 +168,10 @@ class Chat:
         self.turns: list[str] = []
         self.answers: list[str] = []
         self.status = StatusLine()
+
+    def close(self) -> None:
+        """End the chat."""
+        self.scheduler.close()
 
     def title(self) -> str:
         """Describe the model and the way to draft."""
@@ -376,10 +381,15 @@ def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> 
     """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
     edit_lines()
     history = History() if edits_lines() else None
-    talk = Chat(engine, encode, keys)
-    say(talk.title())
-    if history and history.fault:
-        say(f"[lines are not kept for the next chat: {history.fault}]")
+    with closing(Chat(engine, encode, keys)) as talk:
+        say(talk.title())
+        if history and history.fault:
+            say(f"[lines are not kept for the next chat: {history.fault}]")
+        _take_turns(talk, keys, history)
+
+
+def _take_turns(talk: Chat, keys: TypedAhead, history: History | None) -> None:
+    """Read and answer turns until the end of input."""
     leaving = False  # the last key was Ctrl-C
     while True:
         try:

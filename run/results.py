@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from decode import Engine
 from files.io import parse_json, read_text
 from options import log_note
+from run.engine import Engine
 from run.options import Sampling
 from run.prompts import Conversation, PromptRow, read_grammar
 

@@ -25,9 +25,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-from decode import PREFILL_CHUNK, Engine, GuideSource
+from decode import PREFILL_CHUNK
 from files.thinking import hidden_tags
 from files.tokenizer import StopMatcher, StreamDecoder
+from run.engine import Engine
+from run.guides import GuideSource
 from run.options import Sampling
 from run.session import Session, common_prefix
 from run.stats import Stats
@@ -174,6 +176,10 @@ class Scheduler:
             if request and (tokens or not self.session.busy(request.place)):
                 pieces.append(self._take(request, tokens))
         return pieces
+
+    def close(self) -> None:
+        """Leave the session's buffers to the next one."""
+        self.session.close()
 
     def run(self, requests: list[Request]) -> Iterator[list[Piece]]:
         """Decode some requests to their ends. Yields the pieces of each step."""

@@ -1,58 +1,42 @@
-"""The host's side of decoding: B sequences over one cache, prompts in chunks, late reports.
+"""Sessions: the one loop (`decode.Loop`) with everything that the whole program adds to it.
 
-1. `Session.admit` gives a sequence a prompt while the others decode.
-2. Every `step` launches a cycle and reads a report, on CUDA one cycle late, so that the device
-   never waits for the host.
-3. Then it runs chunks of prompts; the last chunk of a prompt decides the root.
+- Observers watch (run/observer.py): the engine's own, its policy, picks the preset of every step.
+- A guide masks the tokens of a sequence (run/guides.py).
+- A sequence has parameters and a seed of its own, and a bound on its drafts.
+- A prompt may begin with what another sequence has cached.
+- A sequence whose numbers are not finite ends, and the others go on.
+- `Stats` and the lines of `trace` are kept.
 
-Of the sequences that are idle, a cycle leaves out those before the first that decodes and behind
-the last (`View.rows`); on CUDA it runs all. The tokens and positions of idle ones never change.
-The output is a function of (weights, prompt, its own parameters, seed) alone, whatever the other
-sequences do.
-Observers watch (run/observer.py): the engine's own, its policy, picks the preset of every step. A
-guide masks the tokens of a sequence (`decode.Guide`).
-
-Captured cycles need fixed addresses, so buffers stay with the cycles when a session ends. On
-CUDA every step is captured once and replayed; elsewhere it is called.
-Trade-off: prefill is not compiled, as matrix products take its time; where it is captured, chunks
-are padded to one of two widths.
-Not here: the cycle (decode.py); requests, texts and stop strings (run/scheduler.py).
+Not here: the loop and the cycle (decode.py); requests, texts and stop strings (run/scheduler.py).
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from backends.library import single_torch_thread
-from decode import PREFILL_CHUNK, Cycle, DecodeState, Engine, Guide, GuideSource, prefill_chunk
+from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Loop
 from draft_tree import DrafterUpdate
+from files.not_finite import is_finite, reason
 from kv_cache import KVCache
-from run.observer import CycleResult, Observer, View
+from run.engine import Engine
+from run.guides import Guide, GuideSource
+from run.observer import Observer, View
 from run.options import Sampling
 from run.stats import Stats, sequence_memory, trace_row
 from run.tree_paths import ANY_TREE, DraftLimit
 from runtime import (
-    Replay,
+    HostCopy,
     copy_into,
-    copy_sequence,
-    is_finite,
-    prefix_of,
     replace_fields,
     sequence_of,
     sequences_of,
 )
-from sampling import SamplingMode, SamplingTensors
-
-PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
+from sampling import SamplingMode
 
 
 class Trace(Observer):
@@ -70,73 +54,10 @@ class Trace(Observer):
         self.lines += [trace_row(copied, seq, result) for seq in result.taken]
 
 
-class Buffers:
-    """KV cache, state and captured steps of B sequences; `Cycles.buffers` keeps them."""
+class Session(Loop):
+    """B sequences over one cache, each a conversation."""
 
-    def __init__(self, engine: Engine):
-        """Allocate. Raises: ValueError when memory does not suffice."""
-        sequence_memory(engine)
-        batch = engine.config.batch_size
-        weight = engine.target.norm.weight
-        device = weight.device
-        config = engine.target.config
-        room = (batch, engine.slots, engine.kv_dtype, str(device))
-        self.cache = KVCache.empty(config, *room, engine.nodes)
-        number = torch.zeros(batch, dtype=torch.long, device=device)
-        self.state = DecodeState(
-            tokens=torch.zeros(batch, engine.context + 1, dtype=torch.long, device=device),
-            pos=number,
-            draws=number.clone(),
-            done=number == 0,
-            limit=number.clone(),
-            sampling=engine.sampling_tensors([Sampling()] * batch, 0),
-            drafter_state=engine.drafter.init(batch, engine.slots),
-        )
-        self.start = number[:1].clone()  # of a prefill chunk
-        # [B, 1, F], the features that each root was chosen from
-        self.root_features = weight.new_zeros(batch, 1, config.dim)
-        # views of some sequences: the state that they belong to, of the cache, of the state
-        self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
-        self.replays: dict[Any, Replay] = {}  # of cycles by mode and preset; of other steps
-        self.scratch: dict[str, Any] = {}  # memory that captured prefills share
-
-    def part(self, rows: range) -> tuple[KVCache, DecodeState]:
-        """Return the cache and the state of some sequences: views, or of all the buffers."""
-        if len(rows) == len(self.state.pos):
-            return self.cache, self.state
-        if rows not in self.parts or self.parts[rows][0] is not self.state:
-            views = sequences_of(self.cache, rows), sequences_of(self.state, rows)
-            self.parts[rows] = (self.state, *views)
-        return self.parts[rows][1:]
-
-    def reset(self, engine: Engine, sampling: SamplingTensors) -> None:
-        """Make every sequence idle and empty. Writes: the state in place."""
-        zeros = torch.zeros_like(self.state.pos)
-        self.state.tokens.zero_()
-        drafter_state = engine.drafter.rewind(self.state.drafter_state, zeros)
-        done = zeros == 0
-        tokens = self.state.tokens
-        empty = DecodeState(tokens, zeros, zeros, done, zeros, sampling, drafter_state)
-        copy_into(self.state, empty)
-
-
-def run_step(engine: Engine, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
-    """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
-
-    key: tells steps apart, in `Buffers.replays`
-    body: holds no session, since the buffers keep it; a captured one returns the same tensors
-        every time, and writes the state in place
-    """
-    if not engine.captured:
-        with single_torch_thread(engine.target.program is not None):
-            return body()
-    if key not in buffers.replays:
-        buffers.replays[key] = Replay(body, engine.device, buffers.scratch)
-    return buffers.replays[key]()
-
-
-class Session:
-    """B sequences over one cache, each a conversation. Cached tokens stay until overwritten."""
+    engine: Engine
 
     def __init__(
         self,
@@ -144,44 +65,36 @@ class Session:
         noise_ids: Sequence[tuple[int, int]] = (),
         host_lag: int | None = None,
     ):
-        """Take buffers of a finished session, or make them; dropped, it gives them back.
+        """Take buffers of a session that was closed, or make them.
 
         noise_ids: (prompt, sample) per sequence, the key of its noise until `admit` names another;
             (0, 0) for further sequences
-        host_lag: cycles that may stay unread while the host goes on; default 1 on CUDA, 0 elsewhere
+        host_lag: cycles that may stay unread while the host goes on; default: 1 on CUDA, else 0
+        Raises: ValueError when memory does not suffice.
         """
-        batch = engine.config.batch_size
+        if not engine.free:
+            sequence_memory(engine)
+        super().__init__(engine)
+        self.most_lag = self.host_lag if host_lag is None else host_lag
+        # views of some sequences: the state that they belong to, of the cache, of the state
+        self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
+        batch = engine.batch_size
+        self.sampling = [engine.sampling] * batch
         assert len(noise_ids) <= batch, (noise_ids, batch)
-        self.engine = engine
-        unused = engine.cycles.buffers
-        self.buffers = unused.pop() if unused else Buffers(engine)
-        weakref.finalize(self, unused.append, self.buffers)
-        device = self.state.pos.device
-        if host_lag is None:
-            host_lag = 1 if device.type == "cuda" else 0
-        self.host_lag = host_lag
-        padded = [*noise_ids, *[(0, 0)] * (batch - len(noise_ids))]
-        params = [engine.config.sampling] * batch
-        tensors = engine.sampling_tensors(params, engine.config.seed)
-        prompts = torch.tensor([prompt for prompt, _ in padded], device=device)
-        samples = torch.tensor([sample for _, sample in padded], device=device)
-        self.buffers.reset(engine, replace_fields(tensors, prompt=prompts, sample=samples))
-        self.sampling = params
+        key = self.state.sampling
+        for seq, (prompt, sample) in enumerate(noise_ids):
+            key.prompt[seq], key.sample[seq] = prompt, sample
         self.draft_limits = [ANY_TREE] * batch
         self.policy = engine.policy.for_session()
         self.observers = [self.policy]
         self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
-        self.read_at = 0.0  # when a report was last read (s)
-        # every token of a sequence, prompt and roots included; during prefill, the cached part
-        self.history: list[list[int]] = [[] for _ in range(batch)]
-        self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
-        self.live = [False] * batch  # sequences that decode
+        self.guided: dict[tuple[int, SamplingMode], Cycle] = {}  # cycles under guides
         self.view = self._view()
         self.answers = [0] * batch  # where the answer of each turn begins
         self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
         # sequences that ended where numbers were not finite, and what is wrong
         self.nan_sequences: dict[int, str] = {}
-        self.pending: deque[CycleResult] = deque()  # cycles whose reports were not read
+        self.read_at = 0.0  # when a report was last read (s)
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
         if engine.config.trace:
@@ -198,24 +111,19 @@ class Session:
             return buffers.state.drafter_state
 
         def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
-            return run_step(engine, buffers, key, lambda: body(buffers.state))
+            return engine.run_step(buffers, key, lambda: body(buffers.state))
 
         return View(engine, self.history, self.live, self.draft_limits, drafter_state, run)
 
     @property
-    def state(self) -> DecodeState:
-        """The state after all cycles that were launched."""
-        return self.buffers.state
-
-    @property
     def mode(self) -> SamplingMode:
-        """The mode of the next cycle: the highest of the live sequences."""
-        live = [own for own, decodes in zip(self.sampling, self.live) if decodes]
-        return max(map(SamplingMode.needed_by, live or self.sampling))
+        """The mode of the next cycle."""
+        return self.mode_of([seq for seq, decodes in enumerate(self.live) if decodes])
 
-    def busy(self, seq: int) -> bool:
-        """Return whether a sequence's turn goes on."""
-        return self.live[seq] or seq in self.prefilling
+    def mode_of(self, seqs: Sequence[int]) -> SamplingMode:
+        """Return the highest mode that some sequences need; of none: that all need."""
+        own = [self.sampling[seq] for seq in seqs] or self.sampling
+        return max(map(SamplingMode.needed_by, own))
 
     def prefill_progress(self) -> str:
         """Describe how far prompts are read; "" while none is."""
@@ -230,6 +138,8 @@ class Session:
     def prefix(self, seq: int, count: int) -> list[Tensor]:
         """Return everything that is cached of a sequence's first tokens, as views."""
         return prefix_of((self.buffers.cache, self.state.drafter_state), seq, count)
+
+    # -------------------------------------------------------------------------------------- turns
 
     def decode_turn(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:
         """Decode one turn. Yields the new tokens of every sequence, step by step, roots first.
@@ -260,8 +170,7 @@ class Session:
         self.draft_limits[seq] = draft_limit
         row = sequence_of(self.state.sampling, seq)
         own = self.engine.sampling_tensors([params], seed)
-        kept = {name: getattr(row, name) for name in ("prompt", "sample", "answer")}
-        copy_into(row, replace_fields(own, **kept))
+        copy_into(row, replace_fields(own, prompt=row.prompt, sample=row.sample))
 
     def admit(
         self,
@@ -272,55 +181,28 @@ class Session:
         source: int | None = None,
         guide: GuideSource | None = None,
     ) -> None:
-        """Start a turn of a sequence, beside the others.
+        """Start a turn of a sequence, as `Loop.admit`.
 
-        The following `step` calls read its prompt in chunks, then decode it.
-        prompt: the conversation so far, below `engine.context` tokens; the cached part is kept
-        noise_id: (prompt, sample), the key of the noise of a new conversation; None: the sequence's
-            own noise goes on, and its draws
-        max_new_tokens: 0: the engine's
         source: a sequence, busy or not, whose cached part of the prompt is copied; None: the own
-        guide: masks the tokens of the answer (drafts/grammar.py); None: the engine's, if any
+        guide: masks the tokens of the answer; None: the engine's, if any
         """
         self.release(seq)
         self.guide_errors.pop(seq, None)
         self.nan_sequences.pop(seq, None)
-        engine = self.engine
-        guide = guide or engine.guide
+        guide = guide or self.engine.guide
         self.guides[seq] = guide.begin() if guide else None
-        state = self.state
-        length = len(prompt)
-        self.answers[seq] = length
-        self._pick_preset(reads_prompt=True)
+        self.answers[seq] = len(prompt)
+        if self.engine.shaping is not None:
+            self.state.sampling.shaped.answer[seq] = len(prompt)
+        self.pick_preset(reads_prompt=True)
         if source not in (None, seq):
             shared = self.cached(source, prompt)
             self.history[seq] = self.history[source][: shared + 1]
-            copy_sequence((self.buffers.cache, state.drafter_state), source, seq, shared)
+            both = (self.buffers.cache, self.state.drafter_state)
+            copy_sequence(both, source, seq, shared)
         # the head pairs the last common feature with the next token: one token is run again
         begin = self.buffers.cache.resume(seq, max(self.cached(seq, prompt) - 1, 0))
-        self.history[seq] = prompt[:begin]
-        self.prefilling[seq] = prompt
-        state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
-        state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
-        state.sampling.answer[seq] = length
-        limit = length + (max_new_tokens or engine.config.max_new_tokens)
-        state.limit[seq] = min(limit, engine.context) - 1
-        drafter_state = sequence_of(state.drafter_state, seq)
-        cached = torch.full_like(state.pos[:1], begin)
-        copy_into(drafter_state, engine.drafter.rewind(drafter_state, cached))
-        if noise_id is not None:
-            state.sampling.prompt[seq], state.sampling.sample[seq] = noise_id
-            state.draws[seq] = 0
-
-    def release(self, seq: int) -> None:
-        """End a sequence's turn, if it has one; the observers get its text."""
-        if self.live[seq]:
-            self._finish(seq)
-        self.prefilling.pop(seq, None)
-        self.live[seq] = False
-        self.state.done[seq] = True
-        if not any(self.live):
-            self.pending.clear()
+        super().admit(seq, prompt, noise_id, max_new_tokens, begin)
 
     def truncate(self, seq: int, count: int) -> None:
         """End a sequence's turn, and drop the last `count` of the tokens that `step` returned.
@@ -335,116 +217,93 @@ class Session:
         state = self.state
         state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers
 
-    def step(self) -> list[list[int]]:
-        """Run a cycle of the live sequences, and about one chunk of the prompts.
+    def time_cycle(self, preset: int) -> float:
+        """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
+        self._prepare(preset)
+        result = self._launch(preset)
+        result.read()
+        return self._seconds(result)
 
-        Returns: the new tokens of every sequence that were read.
-        Writes: history, stats; the state of the observers.
-        """
-        new: list[list[int]] = [[] for _ in self.history]
+    def _seconds(self, result: CycleResult) -> float:
+        """Return the time of a cycle: by the device's clock, where the host runs ahead of it."""
+        seconds = (result.times["ended"] - result.times["began"]) / 1e9
+        if self.most_lag and seconds:
+            return seconds
+        return time.perf_counter() - result.launched_s
+
+    # ----------------------------------------------------------------------- what it adds to a step
+
+    def _decode(self, new: list[list[int]]) -> None:
         began = time.perf_counter()
         if self.pending:  # the device worked while the caller did: that time counts, too
             began = self.read_at
-        lag = self.host_lag
-        # prefill needs a state that no cycle changes, and a guide must have read every token
-        if self.prefilling or self._is_guided():
-            lag = 0
-        while any(self.live) and len(self.pending) <= lag:
-            self.pending.append(self._launch())
-        while len(self.pending) > lag:
-            self._read(self.pending.popleft(), new)
+        self.host_lag = 0 if self.is_guided() else self.most_lag
+        super()._decode(new)
         self.read_at = time.perf_counter()
         self.stats.decode_s += self.read_at - began
-        if self.prefilling:
-            self._prefill(new)
-            self.stats.prefill_s += time.perf_counter() - self.read_at
-        for seq, tokens in enumerate(new):
-            self.history[seq] += tokens
-            if tokens and not self.busy(seq):
-                self._finish(seq)
-        return new
 
-    def time_cycle(self, preset: int) -> float:
-        """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
-        return self._launch(preset).read(self.host_lag > 0).seconds
+    def _prefill(self, new: list[list[int]]) -> None:
+        reading = list(self.prefilling)
+        super()._prefill(new)
+        self.stats.prefill_s += time.perf_counter() - self.read_at
+        self.stats.first_tokens += sum(len(new[seq]) for seq in reading)
 
-    def _pick_preset(self, preset: int | None = None, reads_prompt: bool = False) -> int:
-        """Return the preset of the next step, which the observers have prepared. preset: given"""
-        if preset is None:
-            preset = self.policy.next_preset(self.view, reads_prompt)
-        for observer in self.observers:
-            observer.before_step(self.view, preset)
+    def pick_preset(self, reads_prompt: bool = False) -> int:
+        """Return the preset that the policy picks, which the observers have prepared."""
+        preset = self.policy.next_preset(self.view, reads_prompt)
+        self._prepare(preset)
         return preset
 
-    def _is_guided(self) -> bool:
-        """Return whether any sequence that decodes has a guide."""
+    def _prepare(self, preset: int) -> None:
+        for observer in self.observers:
+            observer.before_step(self.view, preset)
+
+    def is_guided(self) -> bool:
+        """Return whether any sequence that decodes has a guide, which must read every token."""
         return any(guide and decodes for guide, decodes in zip(self.guides, self.live))
 
-    def _finish(self, seq: int) -> None:
-        for observer in self.observers:
-            observer.finished(self.history[seq], self.answers[seq])
+    @property
+    def rows(self) -> range:
+        """The sequences that the next cycle runs."""
+        return self.view.rows if any(self.live) else range(len(self.live))
 
-    def _launch(self, preset: int | None = None) -> CycleResult:
-        """Launch a cycle of a preset; None: of the one that the policy picks."""
-        began = time.perf_counter()
-        engine = self.engine
-        buffers = self.buffers
-        preset = self._pick_preset(preset)
-        mode = self.mode
-        cycle = engine.cycles.by_mode[mode][preset]
-        rows = self.view.rows if any(self.live) else range(len(self.live))
-        guided = self._is_guided()
-        if guided:
-            live = self.live[rows.start : rows.stop]
-            guides = self.guides[rows.start : rows.stop]
-            guides = [guide if decodes else None for guide, decodes in zip(guides, live)]
-            around = next(filter(None, guides)).around
-            cycle = Cycle(engine, around(engine, preset, guides, live), mode)
-        cache, state = buffers.part(rows)
-        in_place = engine.captured or state is not buffers.state
+    def part(self) -> tuple[int, KVCache, DecodeState]:
+        """Return the sequences from the first that decodes to the last, as views where possible."""
+        rows = self.rows
+        if len(rows) == len(self.live):
+            return super().part()
+        known = self.parts.get(rows)
+        if known is None or known[0] is not self.state:
+            views = sequences_of(self.buffers.cache, rows), sequences_of(self.state, rows)
+            known = self.parts[rows] = (self.state, *views)
+        return rows.start, *known[1:]
 
-        def body() -> tuple[DrafterUpdate, Tensor]:
-            new, *outcome = cycle(cache, state)
-            if in_place:
-                copy_into(state, new)
-            else:
-                buffers.state = new
-            return outcome
+    def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
+        """Return the cycle of a preset; one under guides is not captured: the host makes masks."""
+        if not self.is_guided():
+            return super().pick_cycle(preset)
+        rows = self.rows
+        live = self.live[rows.start : rows.stop]
+        guides = self.guides[rows.start : rows.stop]
+        guides = [guide if decodes else None for guide, decodes in zip(guides, live)]
+        key = (preset, self.mode)
+        if key not in self.guided:
+            drafter = next(filter(None, guides)).around(self.engine, preset)
+            self.guided[key] = Cycle(self.engine, drafter, self.mode)
+        cycle = self.guided[key]
+        cycle.drafter.follow(guides, live)
+        return cycle, None
 
-        if engine.captured and guided:  # the host makes the masks, so the cycle is not captured
-            update, report = body()
-        else:
-            update, report = run_step(engine, buffers, (mode, preset), body)
-        further = [observer.host_tensors(update, self.view) for observer in self.observers]
-        return CycleResult(report, preset, began, further, rows)
+    def _launch(self, preset: int) -> CycleResult:
+        """Launch a cycle, and copy what the observers ask for. Writes: result.further."""
+        launched_s = time.perf_counter()
+        result = super()._launch(preset)
+        result.launched_s = launched_s
+        watch = [observer.host_tensors(result.update, self.view) for observer in self.observers]
+        result.further = [HostCopy(*tensors) for tensors in watch]
+        return result
 
-    def _read(self, result: CycleResult, new: list[list[int]]) -> None:
-        """Read a cycle. Writes: its tokens, to `new`; live, stats."""
-        result.read(self.host_lag > 0)
-        live = [seq for seq, count in enumerate(result.count) if self.live[seq] and count]
-        if not live:  # launched before the host knew that all were done
-            return
-        result.live = live
-        result.taken = {}
-        for seq in live:
-            if result.done[seq] >= 2:
-                self._break(seq)
-                continue
-            self.live[seq] = not result.done[seq]
-            result.taken[seq] = self._allowed(seq, result.emitted[seq][: result.count[seq]])
-            new[seq] += result.taken[seq]
-        began, drafted, verified, ended = result.times
-        stats = self.stats
-        stats.live_sequences.append(live)
-        stats.accept_lengths += [result.length[seq] for seq in live]
-        stats.tokens += sum(map(len, result.taken.values()))
-        stats.draft_s += (drafted - began + ended - verified) / 1e9
-        stats.verify_s += (verified - drafted) / 1e9
-        stats.presets.append((result.preset, result.seconds))
-        for observer, copied in zip(self.observers, result.further):
-            observer.after_cycle(result, copied, self.view)
-
-    def _allowed(self, seq: int, tokens: list[int]) -> list[int]:
+    def accept_tokens(self, seq: int, tokens: list[int]) -> list[int]:
         """Return the decided tokens that the sequence's guide allows.
 
         It allows all, or the sequence ends where nothing could follow.
@@ -458,43 +317,47 @@ class Session:
             self.guide_errors[seq] = guide.fault
         return allowed
 
-    def _prefill(self, new: list[list[int]]) -> None:
-        """Run about one chunk of the prompts. Writes: roots, to `new`."""
-        left = PREFILL_CHUNK  # tokens
-        for seq, prompt in list(self.prefilling.items()):
-            while left > 0 and seq in self.prefilling:
-                begin = len(self.history[seq])
-                chunk = prompt[begin : begin + PREFILL_CHUNK]
-                allowed = None
-                guide = self.guides[seq]
-                # the last chunk alone decides a token
-                if guide is not None and begin + len(chunk) == len(prompt):
-                    allowed = guide.root_mask(self.engine.device)
-                self._read_chunk(seq, begin, len(chunk), allowed)
-                self.history[seq] += chunk
-                left -= len(chunk)
-                # waits for the chunk, so that its time counts as prefill
-                root = int(self.state.tokens[seq, len(prompt)])
-                if len(self.history[seq]) == len(prompt):
-                    self.buffers.cache.keep_states(seq)
-                    features = self.buffers.root_features[seq : seq + 1]
-                    if not is_finite(features):
-                        self._break(seq)
-                        continue
-                    for observer in self.observers:
-                        observer.after_prompt(seq, features, root)
-                    self.live[seq] = not self.state.done[seq]
-                    del self.prefilling[seq]
-                    new[seq] = self._allowed(seq, [root])
-                    self.stats.first_tokens += len(new[seq])
+    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None = None) -> None:
+        guide = self.guides[seq]
+        # the last chunk alone decides a token
+        if guide is not None and start + width == len(self.prefilling[seq]):
+            allowed = guide.root_mask(self.engine.device)
+        super()._read_chunk(seq, start, width, allowed)
 
-    def _break(self, seq: int) -> None:
+    def after_prompt(self, seq: int, root: int) -> bool:
+        """Return whether a prompt's numbers are finite. The observers get its root."""
+        self.buffers.cache.keep_states(seq)
+        features = self.buffers.root_features[seq : seq + 1]
+        if not is_finite(features):
+            self.broken(seq)
+            return False
+        for observer in self.observers:
+            observer.after_prompt(seq, features, root)
+        return True
+
+    def after_cycle(self, result: CycleResult) -> None:
+        result.seconds = self._seconds(result)
+        times = result.times
+        stats = self.stats
+        stats.live_sequences.append(result.live)
+        stats.accept_lengths += [result.length[seq] for seq in result.live]
+        stats.tokens += sum(map(len, result.taken.values()))
+        drafted = times["drafted"] - times["began"] + times["ended"] - times["verified"]
+        stats.draft_s += drafted / 1e9
+        stats.verify_s += (times["verified"] - times["drafted"]) / 1e9
+        stats.presets.append((result.preset, result.seconds))
+        for observer, further in zip(self.observers, result.further):
+            observer.after_cycle(result, further.read(), self.view)
+
+    def finished(self, seq: int) -> None:
+        for observer in self.observers:
+            observer.finished(self.history[seq], self.answers[seq])
+
+    def broken(self, seq: int) -> None:
         """End a sequence whose numbers are not finite, and forget it.
 
         Writes: nan_sequences; the cache.
         """
-        from files.not_finite import reason
-
         tokens = self.history[seq]
         self.live[seq] = False  # so `release` does not give observers its text
         self.release(seq)
@@ -503,29 +366,24 @@ class Session:
         self.buffers.cache.clear(seq, len(tokens) + PREFILL_CHUNK)
         self.nan_sequences[seq] = reason(self.engine.target, tokens)
 
-    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None) -> None:
-        """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
-        engine = self.engine
-        buffers = self.buffers
-        if allowed is None and engine.captured:  # without a graph the host is slower than a GPU
-            width = next(w for w in PREFILL_WIDTHS if w >= width)
-        buffers.start.fill_(start)
-        preset = self._pick_preset(reads_prompt=True)
-        mode = SamplingMode.needed_by(self.sampling[seq])
-        own = replace(engine, presets=(engine.presets[preset],))
 
-        def body() -> None:
-            state = sequence_of(buffers.state, seq)
-            cache = sequence_of(buffers.cache, seq)
-            inputs = (own, cache, state, mode, buffers.start, width, allowed)
-            new, features = prefill_chunk(*inputs)
-            copy_into(state, new)
-            buffers.root_features[seq].copy_(features[0, :, : buffers.root_features.shape[2]])
+def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
+    """Copy one sequence of nested tuples of tensors and caches to another.
 
-        if allowed is not None:
-            with single_torch_thread(engine.target.program is not None):
-                return body()
-        run_step(engine, buffers, ("prefill", width, seq, preset, mode), body)
+    slots: of each cache, from the first on
+    Writes: the record.
+    """
+    for to, own in zip(prefix_of(record, seq, slots), prefix_of(record, source, slots)):
+        to.copy_(own)
+
+
+def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
+    """View one sequence of nested tuples of tensors and caches. slots: as for `copy_sequence`"""
+    if hasattr(record, "prefix"):
+        return record.prefix(seq, slots)
+    if isinstance(record, Tensor):
+        return [record[seq]]
+    return [view for part in record or () for view in prefix_of(part, seq, slots)]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

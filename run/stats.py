@@ -240,7 +240,7 @@ def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
     and the nodes' values if there are any (a padded node's is null)
     result: `observer.CycleResult`
     """
-    row = seq - result.rows.start
+    row = seq - result.first
     tokens, parents, depths, path, *values = (column[row] for column in tree_trace)
     length = result.length[seq]
     line = {

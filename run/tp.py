@@ -22,7 +22,7 @@ processes themselves (ranks.py). CUDA and several machines follow the same path 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import gcd
@@ -43,7 +43,6 @@ from quantize import Quantization, fit_group
 from reference import Backend
 from run.rank import Rank, this_rank
 from run.ranks import collective_errors, refuse_torchrun
-from runtime import replace_fields
 from sampling import SamplingTensors
 from steps import Merge, Project, Rows, Step
 
@@ -257,7 +256,7 @@ def split_lm_head(target: Transformer, method: DraftMethod) -> DraftMethod:
     for preset in method.presets:
         if getattr(preset, "lm_head", None) is whole:
             preset.lm_head = target.lm_head
-    return replace_fields(method, pick_tokens=pick_tokens)
+    return replace(method, pick_tokens=pick_tokens)
 
 
 # -------------------------------------------------------------------------------------- collectives

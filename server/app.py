@@ -44,16 +44,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from decode import Engine
 from drafts.drafted import told_draft
 from options import log_note
 from run import ranks
+from run.engine import Engine
 from run.generate import load
 from run.kv_store import KVStore
-from run.load import warm_up
 from run.observer import Observer
 from run.options import Sampling
 from run.parsing import one_line_errors
+from run.warm_up import warm_up
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
 from server.options import ServeConfig

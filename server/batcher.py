@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from decode import Engine
 from drafts.drafted import Drafted, DraftMarks, Nodes, Spans
 from drafts.logprobs import Logprob, Logprobs
 from options import log_note
+from run.engine import Engine
 from run.kv_store import KVStore
 from run.scheduler import Piece, Request, Scheduler
 from server.counters import Counters
@@ -233,6 +233,8 @@ class Batcher(threading.Thread):
             for place in range(len(scheduler.running)):
                 scheduler.session.release(place)
                 scheduler.store.put(scheduler.session, place)
+        if not self.failed:
+            scheduler.close()
 
     def _counts(self) -> tuple[int, int]:
         """Count the answers that are decoded, and those that wait and whose clients are there."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from decode import Engine
 from drafts.grammar import compile_grammars, schema_of
 from files.chat import NO_TEMPLATE, chat_template, words_as_text
 from files.config import recommended_sampling
@@ -19,6 +18,7 @@ from files.fetch import fetched
 from files.io import LocalError
 from files.thinking import Tags, closed, hidden_tags, opened_by
 from options import require
+from run.engine import Engine
 from run.options import OF_DRAWS, GenerateConfig, Sampling
 from run.parsing import MOST, by_names, check_kinds
 from run.prompts import ContextOverflow, check_ids

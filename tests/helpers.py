@@ -35,21 +35,23 @@ import sampling
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of
-from decode import Cycle, Engine, build_cycles
+from decode import Cycle, build_cycles
 from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, DraftMethod, TreeDrafter
 from drafts.autosize import AutoTrees
 from drafts.residual import sample_children
+from drafts.shaping import Shaping
 from eagle_draft import EagleHead, load_head
 from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
 from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
 from quantize import FORMATS, Linear, Weight, stack
 from reference import TORCH, Backend, choose, rms_norm
+from run.engine import Engine
 from run.load import accept_rule
-from run.options import GenerateConfig
+from run.options import GenerateConfig, Sampling
 from run.session import Session
-from sampling import Sampling, SamplingMode, SamplingTensors
+from sampling import SamplingMode, SamplingTensors
 from scripts.train import training
 from steps import Rows
 
@@ -126,7 +128,7 @@ def engine_for(
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    engine = Engine(config, target, (), context, target.config.eos_ids)
+    engine = Engine(target, (), context, target.config.eos_ids, config=config, shaping=Shaping())
     engine = engine.with_method(method or drafter.method())
     policy = copy(engine.policy)
     policy.warm = True
@@ -159,7 +161,7 @@ def fresh(engine: Engine, captured: bool | None = None) -> Engine:
     """The engine over buffers that hold nothing. captured: whether cycles run over fixed buffers; None: as before"""
     if captured is None:
         captured = engine.captured
-    return replace(engine, cycles=replace(engine.cycles, captured=captured, buffers=[]))
+    return replace(engine, captured=captured, free=[])
 
 
 def compiled_as_on_cuda(engine: Engine) -> Engine:
@@ -173,7 +175,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
         tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
         for mode in SamplingMode
     )
-    return replace(engine, cycles=replace(engine.cycles, by_mode=cycles, captured=True, buffers=[]))
+    return replace(engine, cycles=cycles, captured=True, free=[])
 
 
 def decode(engine: Engine, *prompts: list[int]) -> Session:

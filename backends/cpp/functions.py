@@ -23,7 +23,7 @@ _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call
 soft_cap = _ops.soft_cap.default
 gumbel = _ops.gumbel.default
-cut = _ops.cut.default
+cut_shaped = _ops.cut.default
 best = _ops.best.default
 topk = _ops.topk.default
 advance = _ops.advance.default
@@ -40,6 +40,16 @@ clamped_swiglu = _ops.clamped_swiglu.default
 rope_angles = _ops.angles.default
 runs_passes = True
 single_thread = single_torch_thread
+
+
+def cut(
+    scores: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    margin: Tensor | None,
+) -> Tensor:
+    return cut_shaped(scores, temperature, top_k, top_p, margin, None, None, None)
 
 
 def expand_frontier(

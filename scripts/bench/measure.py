@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +30,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from backends.library import PLAIN, tiles_in_use
-from decode import Engine, build_cycles
+from decode import build_cycles
 from drafts.presets import PresetPolicy
 from model import Transformer
 from run import stats
-from run.load import warm_up, with_draft
+from run.engine import Engine
+from run.load import with_draft
 from run.options import ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
+from run.warm_up import warm_up
 from steps import Project
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
@@ -108,14 +111,14 @@ def run_rows(engine: Engine, prompts: list[list[int]]) -> Outcome:
 
     The prompts are cached first: decoding beside another sequence's prefill would be timed with it.
     """
-    scheduler = Scheduler(engine)
-    for _ in scheduler.run([Request.of(engine, ids, limit=1) for ids in prompts]):
-        pass
-    caching = scheduler.take_stats()
     requests = [Request.of(engine, ids, noise_id=(row, 0)) for row, ids in enumerate(prompts)]
-    for _ in scheduler.run(requests):
-        pass
-    seen = scheduler.take_stats()
+    with closing(Scheduler(engine)) as scheduler:
+        for _ in scheduler.run([Request.of(engine, ids, limit=1) for ids in prompts]):
+            pass
+        caching = scheduler.take_stats()
+        for _ in scheduler.run(requests):
+            pass
+        seen = scheduler.take_stats()
     rows = [request.tokens for request in requests]
     assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
     step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0

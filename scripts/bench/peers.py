@@ -141,9 +141,9 @@ COMMAND = parse(PeersConfig, "peers.py", __doc__) if __name__ == "__main__" else
 import torch
 from tqdm import tqdm
 
-from decode import Engine
 from kv_cache import KVCache, causal_window
 from model import DTYPES
+from run.engine import Engine
 from run.generate import encode, load
 from run.session import common_prefix
 from run.stats import peak_memory_bytes
@@ -253,7 +253,9 @@ def ours(engine: Engine, prompt: list[int]) -> Contestant:
         with torch.inference_mode():
             window = causal_window(start * 0, len(prompt))
             target(torch.tensor([prompt], device=device), window.slots, cache, window)
-        run = compiled(step) if engine.cycles.compiled else step  # on a CPU its passes are fused
+        run = (
+            compiled(step) if engine.captured and engine.compile else step
+        )  # on a CPU its passes are fused
         tokens = torch.tensor([prompt[:1] * width], device=device)
 
         @torch.inference_mode()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode import Engine
+from run.engine import Engine
 from run.session import Session
 from runtime import WARM_UPS, tensors_of
 

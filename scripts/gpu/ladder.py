@@ -19,7 +19,6 @@ The weights are random but for the demo inside: rates and times say something, t
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -128,9 +127,11 @@ COMMAND = parse(LadderConfig, "ladder.py", __doc__) if __name__ == "__main__" el
 import torch
 
 from backends.library import PLAIN, set_plain
-from decode import Engine, build_cycles
+from decode import build_cycles
+from run.engine import Engine
 from run.generate import Batch, first_ids, load
-from run.load import warm_up, with_draft
+from run.load import with_draft
+from run.warm_up import warm_up
 
 Tokens = list[list[int]]  # new ones, of each prompt
 
@@ -138,13 +139,10 @@ Tokens = list[list[int]]  # new ones, of each prompt
 # ------------------------------------------------------------------------------ one method
 
 
-def set_rung(rung: Rung, plain: set[str], device: str) -> None:
-    """Choose the kernels and the way to run them. Writes: the switches; caches."""
+def set_rung(rung: Rung, plain: set[str]) -> None:
+    """Choose the kernels. Writes: the switches; caches."""
     set_plain({*rung.plain, *plain})
     torch.compiler.reset()
-    if device == "cpu":  # the other switches are CUDA's
-        return
-    os.environ["GPT_EAGLE_GRAPHS"] = str(int(rung.graphs))
 
 
 def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def decode(engine: Engine, prompts: list[str]) -> dict[str, Any]:
         batch.decode_all(batch.streams)
     seen = batch.stats
     cycles = max(len(seen.live_sequences), 1)
-    replays = [replay for buffers in engine.cycles.buffers for replay in buffers.replays.values()]
+    replays = [replay for buffers in engine.free for replay in buffers.replays.values()]
     return {
         "tokens_per_s": seen.tokens / seen.decode_s if seen.decode_s else 0.0,
         "tau": seen.tokens / cycles,
@@ -242,10 +240,10 @@ class Climb:
         rung = RUNGS[name]
         set_plain(self.plain)
         engine = self.loaded(method)
-        set_rung(rung, self.plain, self.config.device)
+        set_rung(rung, self.plain)
         if self.config.device != "cpu":
             how = {"compile": rung.compiles or None}
-            engine = replace(engine, resolved=engine.resolved | how)
+            engine = replace(engine, resolved=engine.resolved | how, captures=rung.graphs)
         engine = warm_up(build_cycles(engine))
         record = decode(engine, self.prompts)
         tokens = record["tokens"]

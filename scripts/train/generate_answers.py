@@ -40,14 +40,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from decode import PREFILL_CHUNK, Engine, build_cycles, prefill_chunk
+from decode import PREFILL_CHUNK, Buffers, build_cycles, prefill_chunk
 from files.chat import PROBE
 from files.checkpoint import saved_quantization
 from files.config import read_raw
 from files.io import is_gguf, read_jsonl
+from run.engine import Engine
 from run.generate import load, text_of
 from run.options import DEFAULT, ROOT, GenerateConfig
-from run.session import Buffers, run_step
 from runtime import copy_into
 from sampling import SamplingMode
 from scripts.bench.measure import repeated
@@ -504,7 +504,7 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    unused = engine.cycles.buffers
+    unused = engine.free
     buffers = unused.pop() if unused else Buffers(engine)
     state = buffers.state
     live = len(prompts)
@@ -526,7 +526,7 @@ def decoded(
             start = torch.full_like(state.pos, begin)
             new, _ = prefill_chunk(engine, buffers.cache, buffers.state, mode, start, width)
             copy_into(state, new)
-        cycle = engine.cycles.by_mode[mode][0]
+        cycle = engine.cycles[mode][0]
 
         def run_cycle() -> None:
             new, *_ = cycle(buffers.cache, state)
@@ -538,7 +538,7 @@ def decoded(
                     state.done.logical_or_(is_looping(state.tokens, state.pos))
                 if int((~state.done).sum()) <= live // TAIL:
                     break
-            run_step(engine, buffers, "answers", run_cycle)
+            engine.run_step(buffers, "answers", run_cycle)
     unused.append(buffers)
     ends = (state.pos[:live] + 1).tolist()
     rows = state.tokens[:live].tolist()

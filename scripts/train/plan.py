@@ -28,10 +28,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from decode import Engine, build_cycles
+from decode import build_cycles
 from files.config import read_config
 from files.io import is_gguf
 from model import Transformer
+from run.engine import Engine
 from run.stats import peak_memory_bytes
 from scripts.bench.measure import pass_bytes, read_bandwidth, run_rows
 from scripts.train import train_eagle

@@ -28,6 +28,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -110,7 +111,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from backends.library import lib
-from decode import Engine, build_cycles
+from decode import build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleHead, head_names, load_head
 from files.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
@@ -119,6 +120,7 @@ from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
 from reference import TORCH, use_backend
+from run.engine import Engine
 from run.scheduler import Request, Scheduler
 from run.session import common_prefix
 from scripts.train import losses as head_training
@@ -504,8 +506,9 @@ def own_sequences(
         Request.of(engine, ids, limit=length, noise_id=(number, 0))
         for number, ids in enumerate(prompts)
     ]
-    for _ in Scheduler(engine).run(requests):
-        pass
+    with closing(Scheduler(engine)) as scheduler:
+        for _ in scheduler.run(requests):
+            pass
     return [(len(each.prompt), each.prompt + each.tokens) for each in requests]
 
 
@@ -528,7 +531,13 @@ def make_engine(config: TrainOptions, target: Transformer) -> Engine:
     context = min(2048, target.config.max_context)
     return build_cycles(
         Engine(
-            options, target, (RootOnly(),), context, ends, tokenizer=tokenizer, template=template
+            target,
+            (RootOnly(),),
+            context,
+            ends,
+            config=options,
+            tokenizer=tokenizer,
+            template=template,
         )
     )
 

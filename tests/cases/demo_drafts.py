@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import sampling
+from drafts.shaping import NodeShaping, Shaping, xtc_at
 from helpers import InTurn
 from kv_cache import KVCache, causal_window
 from run.generate import load
@@ -47,8 +48,8 @@ def plain_loop(
     target = engine.target
     vocab = target.config.vocab_size
     ids = engine.tokenizer.encode(prompt)
-    rule = sampling.SamplingTensors.from_params([own], seed=seed)
-    rule = rule._replace(prompt=torch.tensor([number]))
+    key = sampling.SamplingTensors.from_params([own], seed=seed)
+    key = key._replace(prompt=torch.tensor([number]))
     ends = () if engine.config.ignore_eos else engine.eos_ids
     new: list[int] = []
     while len(new) < engine.config.max_new_tokens and not {*new[-1:]} & {*ends}:
@@ -59,7 +60,9 @@ def plain_loop(
         z = rescored(scores[0, 0], new)[None, None]
         if own.temperature:
             draw = torch.tensor([len(new)])
-            z = sampling.process(z, rule.at_nodes(draw[:, None], None))
-            z = z + sampling.gumbel(rule, draw, 1, vocab)
+            # the noise of XTC has the prompt's key, too
+            rule = key._replace(shaped=Shaping().rows([own]))
+            rule = rule._replace(shaping=NodeShaping(xtc_at(rule, draw[:, None])))
+            z = sampling.process(z, rule) + sampling.gumbel(key, draw, 1, vocab)
         new.append(int(z.argmax()))
     return new

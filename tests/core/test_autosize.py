@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode import PREFILL_CHUNK, Cycle, Engine
+from decode import PREFILL_CHUNK, Cycle
 from draft_tree import DraftTree, DynamicTree
 from drafters import RootOnly
 from drafts import auto_trees, remembered
@@ -58,10 +58,11 @@ from helpers import (
     pairwise,
     record,
 )
+from run.engine import Engine
 from run.generate import generate, load, main, summary
-from run.load import TIMED_BEHIND, time_cycles, warm_up
 from run.options import DEMO
 from run.session import Session
+from run.warm_up import TIMED_BEHIND, time_cycles, warm_up
 
 ROOT = Path(__file__).parents[2]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)

@@ -22,7 +22,7 @@ import torch
 from test_lossless import assert_same, held_out_prompts, make
 
 import run.generate as program
-from decode import Engine, build_cycles
+from decode import build_cycles
 from drafters import RootOnly
 from helpers import (
     OPERATORS,
@@ -36,13 +36,13 @@ from helpers import (
     refused,
     slow,
 )
+from run.engine import Engine
 from run.generate import Result, generate, in_order, load, main
-from run.load import time_cycles
-from run.observer import View
 from run.options import DEMO, GenerateConfig
 from run.results import Results
 from run.session import Session
 from run.stats import check_memory, sequence_memory
+from run.warm_up import time_cycles
 from runtime import tensors_of
 from steps import Attend
 
@@ -84,7 +84,7 @@ def check_rows(texts: list[str], rows: int, length: int, temperature: float, **d
 ])  # fmt: skip
 def test_twelve_prompts_through_four_rows(draft, temperature, monkeypatch):
     """The prompts in chunks of 8 tokens, so that they are cached while other rows decode."""
-    monkeypatch.setattr("run.session.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("decode.PREFILL_CHUNK", 8)
     texts = [text[-30 - 6 * i :] for i, text in enumerate(held_out_prompts()[14:26])]
     check_rows(texts, 4, 12, temperature, **DRAFTS[draft])
 
@@ -101,8 +101,8 @@ def alone() -> tuple[Engine, Result]:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("run.session.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("run.session.PREFILL_WIDTHS", (8, 16))
+    monkeypatch.setattr("decode.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("decode.PREFILL_WIDTHS", (8, 16))
 
 
 def three_rows(name: str, captured: bool = False) -> Engine:
@@ -214,7 +214,7 @@ def test_rows_are_released_at_random_and_given_away(name, captured, host_lag):
 
 def test_long_prompts_let_the_others_decode(monkeypatch):
     """At most about a chunk of prompts runs in a step, also where no row decodes."""
-    monkeypatch.setattr("run.session.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("decode.PREFILL_CHUNK", 8)
     options = {"max_new_tokens": 60, "ignore_eos": True, "batch_size": 3}
     session = Session(engine_for(golden_target(), RootOnly(), **options))
     session.admit(0, list(range(20)))
@@ -243,14 +243,15 @@ def test_a_cycle_runs_from_the_first_busy_row_to_the_last(busy, ran, monkeypatch
 @pytest.mark.parametrize("captured", [False, True])
 def test_on_cuda_a_cycle_runs_all_rows(captured):
     """The kernel that compacts caches reads the addresses of whole buffers."""
-    engine = SimpleNamespace(captured=captured, device=torch.device("cuda"), presets=())
-    assert View(engine, [], [False, True, False], [], None, None).rows == range(3)
+    engine = SimpleNamespace(captured=captured, device=torch.device("cuda"))
+    engine.has_parts = Engine.has_parts.fget(engine)
+    assert not engine.has_parts and Engine.rows(engine, [False, True, False]) == range(3)
 
 
 def test_cycles_are_timed_with_all_rows_and_they_decode():
     engine = engine_for(golden_target(), RootOnly(), batch_size=3)
     assert len(time_cycles(engine)) == 1
-    state = engine.cycles.buffers[0].state
+    state = engine.free[0].state
     assert state.pos.tolist() == [204] * 3 and not state.done.any()
 
 

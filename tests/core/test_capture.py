@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.triton.functions
 import reference
-from decode import build_cycles
+from decode import REPORT, CycleResult, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.auto_trees import with_smaller_trees
@@ -39,10 +39,10 @@ from helpers import (
 from model import Transformer
 from models.mixtures import Qwen
 from reference import pack_report, with_times
-from run.load import warm_up
-from run.observer import REPORT, CycleResult
+from run.cuda import set_cuda_device
 from run.session import Session
-from runtime import Replay, compiled, copy_into, set_cuda_device, tensors_of
+from run.warm_up import warm_up
+from runtime import Replay, compiled, copy_into, tensors_of
 from sampling import SamplingMode
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
@@ -85,7 +85,7 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     next(session.decode_turn([PROMPT]))
     with NoWaiting():
         session._read_chunk(0, 0, 64, None)  # captured, too
-        for cycle in engine.cycles.by_mode[session.mode]:
+        for cycle in engine.cycles[session.mode]:
             state, *_ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
 
@@ -107,7 +107,7 @@ def test_buffers_stay_where_they_are():
     assert len(set(addresses)) == len(addresses), "every buffer is its own"
     history, other = first.history, Session(engine, [(0, 0)])
     assert other.buffers is not work, "two sessions never share"
-    del first
+    first.close()
     again = Session(engine, [(0, 0)])
     assert again.buffers is work
     list(again.decode_turn([PROMPT]))
@@ -146,7 +146,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
-    (cycle,) = engine.cycles.by_mode[SamplingMode.GREEDY]
+    (cycle,) = engine.cycles[SamplingMode.GREEDY]
     backend = replace(cycle.backend, compact=backends.triton.functions.compact)
     cycle.backend = backend
     drafter.use(backend)
@@ -268,12 +268,16 @@ def test_what_the_caller_does_is_not_decoding():
 
 def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
+    engine = engine_for(golden_target(), RootOnly())
     for ended, seconds in ((0, 2), (10**9, 1)):
         emitted = torch.zeros(1, 1, dtype=torch.long)
         report = pack_report(emitted, [torch.zeros(1, dtype=torch.long)] * len(REPORT))
         report = with_times(report, [0, 0, 0, ended])
-        result = CycleResult(report, 0, time.perf_counter() - 2).read(by_device=True)
-        assert seconds <= result.seconds < (60 if seconds == 2 else 1.001)
+        session = Session(engine, host_lag=1)
+        result = CycleResult(report, 0, None)
+        result.launched_s = time.perf_counter() - 2
+        result.read()
+        assert seconds <= session._seconds(result) < (60 if seconds == 2 else 1.001)
 
 
 @pytest.mark.usefixtures("traced")
@@ -299,37 +303,39 @@ def test_a_gpu_that_is_too_old(monkeypatch):
 def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsys, compile):
     """On CUDA. Here the steps run on a CPU over fixed buffers, and nothing is compiled."""
     if compile:
-        monkeypatch.setattr("run.load.why_not_compiled", lambda device: "no gcc")
+        monkeypatch.setattr("run.warm_up.why_not_compiled", lambda device: "no gcc")
     else:
         monkeypatch.setattr(
-            "run.load.why_not_compiled", lambda device: pytest.fail("it was probed")
+            "run.warm_up.why_not_compiled", lambda device: pytest.fail("it was probed")
         )
     engine = sized_engine(1.0)
     want = decode(engine, PROMPT).history
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
         patch.setattr("decode.compiled", lambda step: step)
+        patch.setattr("decode.Engine.on_cuda", True)
         config = replace(engine.config, device="cuda", compile=compile)
         asked = build_cycles(replace(engine, config=config))
     if not compile:
         monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
+    monkeypatch.setattr("decode.Engine.on_cuda", True)
     warm = warm_up(asked)
-    assert warm.captured and warm.option("compile") is None and not warm.cycles.compiled
-    assert asked.cycles.compiled == bool(compile)
+    assert warm.captured and warm.option("compile") is None and warm.compile is None
+    assert bool(asked.compile) == bool(compile)
     assert decode(warm, PROMPT).history == want
     note = "note: --compile does not work here (no gcc); running without it"
     assert capsys.readouterr().err.splitlines() == ([note] if compile else [])
 
 
-def test_with_compile_false_no_cycle_is_captured():
+def test_with_compile_false_no_cycle_is_captured(monkeypatch):
     engine = sized_engine(1.0)
+    monkeypatch.setattr("decode.Engine.on_cuda", True)
     config = replace(engine.config, device="cuda", compile=False)
     assert not build_cycles(replace(engine, config=config)).captured
 
 
-def test_a_step_that_is_not_to_be_captured(monkeypatch, fake_graphs):
-    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "0")
+def test_a_step_that_is_not_to_be_captured(fake_graphs):
     runs = []
-    replay = Replay(lambda: runs.append(1), torch.device("cuda"))
+    replay = Replay(lambda: runs.append(1), torch.device("cuda"), captures=False)
     for _ in range(5):
         replay()
     assert len(runs) == 5 and not fake_graphs and replay.graph is None

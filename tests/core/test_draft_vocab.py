@@ -28,8 +28,7 @@ from helpers import (
 )
 from quantize import Quantization
 from run.generate import generate, load
-from run.options import DEMO
-from sampling import Sampling
+from run.options import DEMO, Sampling
 
 TREES = {
     "chain": StaticTree.chain(5),

@@ -23,6 +23,7 @@ from backends.library import has_cpu_operators
 from drafts.autosize import Autosizer
 from files.config import resolve_draft
 from helpers import GOLDEN, refused, slow
+from run import warm_up
 from run.generate import encode, generate, load, main, stream
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
@@ -496,7 +497,7 @@ def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
         raise RuntimeError("no C++ compiler found\nlong story")
 
     monkeypatch.setattr(torch, "compile", broken)
-    assert runtime.why_not_compiled("cuda") == "no C++ compiler found"
+    assert warm_up.why_not_compiled("cuda") == "no C++ compiler found"
 
 
 def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):

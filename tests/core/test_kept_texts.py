@@ -29,10 +29,10 @@ from helpers import (
 )
 from run import generate
 from run.generate import load
-from run.load import _prefill_each_width
-from run.observer import Observer
+from run.observer import Observer, PresetMethod
 from run.options import DEMO
 from run.session import Session
+from run.warm_up import _prefill_each_width
 
 VOCABULARY = "ab" * 32
 SIZE = 9
@@ -86,7 +86,7 @@ def check_warm(kind: str, temperature: float, batch: int) -> None:
     if kind == "grafted":
         tree, ngram = DynamicTree(3, 4, 24), Ngram(6, 2, kept=kept)
         drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
-        method = drafter.method()._replace(policy=PresetPolicy(kept))
+        method = PresetMethod((drafter,), policy=PresetPolicy(kept))
     engine = engine_for(golden_target(), method.presets[-1], method, **options)
     cycles = []
     for _ in range(3):  # with a text that helps, one that does not, and in used buffers

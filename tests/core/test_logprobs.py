@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_lossless import assert_same, make
 
-from decode import Engine
 from drafts.logprobs import Logprob, Logprobs
 from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, slow
+from run.engine import Engine
 from run.generate import load
 from run.options import DEMO, Sampling
 from run.session import Session

@@ -26,7 +26,7 @@ import torch
 
 import sampling
 from backends.library import set_plain
-from decode import Engine, build_cycles
+from decode import build_cycles
 from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
@@ -57,11 +57,11 @@ from helpers import (
 )
 from reference import build_tree
 from run import methods
+from run.engine import Engine
 from run.generate import generate, load
-from run.options import DEMO
+from run.options import DEMO, Sampling
 from run.session import Session
 from runtime import compiled, tensors_of
-from sampling import Sampling
 from scripts.build_datastore import suffix_array
 from steps import Router
 
@@ -392,7 +392,7 @@ def check_compiled(
             rows = [(row, 0) for row in range(len(prompts))]
             ours = Session(replace(compiled, policy=InTurn()), rows, host_lag=1)
             in_turn(ours, *prompts)
-            state, *_ = compiled.cycles.by_mode[ours.mode][-1](ours.buffers.cache, ours.state)
+            state, *_ = compiled.cycles[ours.mode][-1](ours.buffers.cache, ours.state)
             assert all(map(operator.is_, tensors_of(state), tensors_of(ours.state)))
         for row, prompt in enumerate(prompts):
             want = new_tokens(plain, row, prompt)
@@ -549,7 +549,7 @@ def test_prompt_longer_than_a_chunk(monkeypatch):
     prompt = [(i * 31 + 7) % 97 for i in range(150)]
     runs = []
     for chunk in (256, 64, 7):
-        monkeypatch.setattr("run.session.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
         session = golden_run(make("dynamic"), prompt, PROMPTS[0], max_new_tokens=20)
         runs.append((session.history, session.stats.accept_lengths))
     assert runs[0] == runs[1] == runs[2]

@@ -11,16 +11,16 @@ from test_lossless import TREES, assert_same, make
 
 import run.generate as program
 import sampling
-from decode import Engine
 from drafters import RootOnly
 from drafts.residual import sample_children
 from eagle_draft import EagleDrafter
 from helpers import compiled_as_on_cuda, engine_for, golden_head, golden_target, record, slow
 from reference import TORCH, choose
+from run.engine import Engine
 from run.generate import generate
-from run.options import DEMO
+from run.options import DEMO, Sampling
 from run.session import Session
-from sampling import Sampling, SamplingMode, SamplingTensors, gumbel, process
+from sampling import SamplingMode, SamplingTensors, gumbel, process
 
 BACKENDS = (choose(torch.device("cpu")), TORCH)
 OPTIONS = {"max_new_tokens": 24, "ignore_eos": True}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from test_lossless import assert_same, make
 
-import run.session as host
-from decode import Engine
+import decode as loop
 from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, record, slow
+from run.engine import Engine
 from run.generate import load
 from run.options import DEMO, Sampling
-from run.session import Session
-from runtime import copy_sequence, tensors_of
+from run.session import Session, copy_sequence
+from runtime import tensors_of
 
 DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
 SHARED = [(7 * i + i * i) % 97 for i in range(270)]  # more than a prefill chunk
@@ -135,7 +135,7 @@ def test_the_drafters_state_is_copied_too(drafter):
 
 def test_the_shared_part_is_read_once(monkeypatch):
     session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    chunks = record(monkeypatch, host, "prefill_chunk")
+    chunks = record(monkeypatch, loop, "prefill_chunk")
     decode(session, 0, FIRST, Sampling())
     assert [call.args[5] for call in chunks] == [256, len(FIRST) - 256]
     del chunks[:]

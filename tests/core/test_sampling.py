@@ -29,18 +29,10 @@ from helpers import (
     with_children,
 )
 from reference import TORCH, accept, best, build_tree, cumsum_in_blocks, root_tree
+from run.options import Sampling
 from run.session import Session
 from runtime import replace_fields
-from sampling import (
-    ACCEPT,
-    CHOICE,
-    DRAFT,
-    Sampling,
-    SamplingMode,
-    SamplingTensors,
-    gumbel,
-    uniforms,
-)
+from sampling import ACCEPT, CHOICE, DRAFT, SamplingMode, SamplingTensors, gumbel, uniforms
 
 ALPHA = 1e-4
 CAUGHT = 1e-9

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from test_lossless import assert_same, make
 
-import run.session as host
-from decode import Engine
+import decode as loop
 from helpers import engine_for, golden_target, record
+from run.engine import Engine
 from run.generate import generate, load
 from run.options import DEMO, Sampling
 from run.scheduler import Request, Scheduler
+from run.session import Session
 
 OPTIONS = {"max_new_tokens": 16, "ignore_eos": True, "batch_size": 2}
 PROMPTS = [[5, 17, 3, 40], [9, 33, 2, 71, 54, 90], [12, 80, 3], [61, 5, 17, 9, 8], [44, 2]]
@@ -72,7 +73,7 @@ def test_ctrl_c_leaves_a_scheduler_that_goes_on(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(host.Session, name, interrupt)
+            patch.setattr(Session, name, interrupt)
             answered(scheduler, [stopped])
         scheduler.cancel(stopped)
         assert not scheduler.busy and not any(scheduler.running)
@@ -104,7 +105,7 @@ def test_a_request_gets_the_place_that_it_asks_for():
 def test_samples_of_one_prompt_read_it_once(monkeypatch):
     """The second waits for the first; a request that came with the same beginning copies it, too."""
     engine = engine_for(golden_target(), make("none"), **OPTIONS)
-    chunks = record(monkeypatch, host, "prefill_chunk")
+    chunks = record(monkeypatch, loop, "prefill_chunk")
     together = generate(engine, [LONG], num_samples=2, temperature=1.0)
     assert [call.args[5] for call in chunks] == [256, 144, 1]
     one = engine_for(golden_target(), make("none"), **OPTIONS | {"batch_size": 1})

@@ -35,9 +35,9 @@ from helpers import (
 )
 from quantize import Quantization
 from run.generate import load
-from run.options import GenerateConfig
+from run.options import GenerateConfig, Sampling
 from run.tree_paths import MEDUSA_PATHS
-from sampling import Sampling, SamplingTensors
+from sampling import SamplingTensors
 
 TARGET = GOLDEN / "models/target_llama_mha"
 D = 4

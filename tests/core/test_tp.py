@@ -22,7 +22,6 @@ from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
 import decode
-from decode import Engine
 from files.checkpoint import Codes, scale_name
 from files.config import config_from, open_source
 from files.rounding import quantize_directory
@@ -32,11 +31,12 @@ from model import Transformer, weight_names
 from quantize import Quantization
 from reference import TORCH
 from run import generate, ranks, stats, tp
-from run.options import DEMO, GenerateConfig
+from run.engine import Engine
+from run.options import DEMO, GenerateConfig, Sampling
 from run.parsing import one_line_errors
 from run.rank import Rank
 from run.tp import ShardedFiles
-from sampling import Sampling, SamplingMode, SamplingTensors
+from sampling import SamplingMode, SamplingTensors
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parents[1]

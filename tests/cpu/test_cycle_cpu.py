@@ -10,7 +10,6 @@ import torch
 from test_layers_cpu import HEADS, drafter_of, model
 
 from backends.library import has_cpu_operators
-from decode import Engine
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import Drafter, RootOnly
 from drafts.auto_trees import with_smaller_trees
@@ -19,9 +18,10 @@ from drafts.ngram_draft import Ngram, NgramDrafter
 from eagle_draft import EagleDrafter
 from helpers import Operators, decode, engine_for, slow
 from model import Transformer
+from run.engine import Engine
 from run.generate import generate
+from run.options import Sampling
 from run.session import Session
-from sampling import Sampling
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 

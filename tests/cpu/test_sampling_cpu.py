@@ -13,9 +13,11 @@ import torch
 import helpers
 import sampling
 from backends.library import has_cpu_operators
+from drafts.shaping import shaped_rule
 from reference import TORCH, choose
+from run.options import Sampling
 from runtime import compiled
-from sampling import Sampling, SamplingTensors
+from sampling import SamplingTensors
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 
@@ -128,25 +130,23 @@ def test_the_rarer_cuts(spread):
         Sampling(1.0, xtc_probability=1.0, xtc_threshold=likely),
         Sampling(0.9, 900, 0.95, 0.01, 2.0, 0.9, 0.5, likely),
     ):
-        rule = SamplingTensors.from_params([own, Sampling(1.0)], seed=3)
         draws = torch.arange(8).view(2, 4)
-        ours, theirs = both(sampling.process, logits, rule.at_nodes(draws, None))
+        rule = shaped_rule([own, Sampling(1.0)], draws, seed=3)
+        ours, theirs = both(sampling.process, logits, rule)
         differs = (ours.isfinite() != theirs.isfinite()).sum(-1)
         assert differs.max() <= 2 and torch.equal(ours[1], logits[1]), own
         assert (ours.isfinite().sum(-1)[0] < logits.isfinite().sum(-1)[0]).any(), own
-        alone = SamplingTensors.from_params([own], seed=3)
         for node in range(4):
-            row = sampling.process(logits[:1, node : node + 1], alone.at_nodes(draws[:1, node : node + 1], None), OURS)  # fmt: skip
+            alone = shaped_rule([own], draws[:1, node : node + 1], seed=3)
+            row = sampling.process(logits[:1, node : node + 1], alone, OURS)
             assert torch.equal(row[0, 0], ours[0, node])
 
 
 def test_xtc_acts_as_often_as_asked():
     """By noise of its own, of the seed and the draw alone."""
     own = Sampling(1.0, xtc_probability=0.3)
-    rule = SamplingTensors.from_params([own] * 2, seed=9).at_nodes(
-        torch.arange(4000).expand(2, -1), None
-    )
-    acts = rule.nodes.xtc.isfinite()
+    rule = shaped_rule([own] * 2, torch.arange(4000).expand(2, -1), seed=9)
+    acts = rule.shaping.xtc.isfinite()
     assert torch.equal(acts[0], acts[1]) and abs(float(acts[0].float().mean()) - 0.3) < 0.03
 
 

@@ -14,8 +14,9 @@ import torch
 
 from backends.library import has_cpu_operators, single_torch_thread
 from drafts.residual import residual_accept
+from run.engine import Engine
 from run.generate import generate, load
-from run.session import run_step
+from run.options import GenerateConfig
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
@@ -46,8 +47,9 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
     try:
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
-            engine = SimpleNamespace(captured=False, target=SimpleNamespace(program=fused))
-            assert run_step(engine, None, "", torch.get_num_threads) == threads
+            target = SimpleNamespace(program=fused)
+            engine = Engine(target, (), 0, config=GenerateConfig())
+            assert engine.run_step(None, "", torch.get_num_threads) == threads
     finally:
         torch.set_num_threads(1)
 

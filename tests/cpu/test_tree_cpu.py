@@ -19,7 +19,7 @@ from torch import Tensor
 
 import reference
 from backends.library import has_cpu_operators
-from decode import DecodeState, advance
+from decode import REPORT, DecodeState, advance
 from draft_tree import Accepted, Candidates, DecodedTokens, Frontier, Level, Scores
 from drafters import DrafterUpdate, RootOnly
 from drafts.deferred import MAX_KEPT, LazyState, RestingDrafter
@@ -28,7 +28,6 @@ from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from drafts.ngram_estimates import DEPTHS, RATES, Rates
 from helpers import no_candidates, not_refused
 from reference import TORCH, build_tree, choose, joined
-from run.observer import REPORT
 from runtime import replace_fields
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
@@ -287,7 +286,7 @@ def test_advance(dtype, size, batch):
         features[torch.rand(batch, size) < 0.1, 3] = float("inf")  # which `done` tells
         cycle = SimpleNamespace(
             backend=OURS,
-            eos_tensor=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
+            ends=torch.tensor([-1, *random.sample([0, 1, 2, 7], 2)]),
         )
         old = state_of(batch, 30, pos, limit, done)
         inputs = tree, accepted, features, cycle

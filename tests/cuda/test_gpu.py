@@ -29,7 +29,7 @@ import windows
 from backends.epilogues import LazyMatmul, UnnormalizedRows
 from backends.triton import int4
 from backends.triton.layout import BLOCK_FORMS, SUPER
-from decode import Engine, build_cycles
+from decode import build_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
@@ -51,10 +51,11 @@ from helpers import (
 from kv_cache import KVCache, sliding
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from reference import choose, use_backend
+from run.engine import Engine
 from run.generate import generate, load
-from run.load import warm_up
 from run.options import DEMO, GenerateConfig
 from run.session import Session
+from run.warm_up import warm_up
 from runtime import WARM_UPS
 from scripts.train import train_eagle
 
@@ -744,11 +745,11 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
     config = golden_config(temperature, max_new_tokens=100, batch_size=batch)
-    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
     drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
     config = replace(config, compile=True)
     policy = AutoTrees()
-    drafted = Engine(config, target, drafter.presets, 256, (), policy=policy)
+    drafted = Engine(target, drafter.presets, 256, config=config, policy=policy)
     engine = warm_up(build_cycles(drafted))
     assert engine.captured and isinstance(engine.policy.sizer, Autosizer)
     want = decode(vanilla, *PROMPTS[:batch]).history
@@ -782,9 +783,11 @@ def test_trees_equal_vanilla(model, tree, temperature, compiled):
     target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
     head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
     config = golden_config(temperature, max_new_tokens=60, batch_size=2)
-    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
     drafter = EagleDrafter(head, target, TREES[tree])
-    drafted = build_cycles(Engine(replace(config, compile=compiled), target, (drafter,), 256, ()))
+    drafted = build_cycles(
+        Engine(target, (drafter,), 256, config=replace(config, compile=compiled))
+    )
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
@@ -814,10 +817,10 @@ def test_a_tree_over_every_kind_of_layer_equals_vanilla(family, dtype, temperatu
     head = head.to("cuda", dtype).requires_grad_(False)
     head.ropes = RotaryEmbeddings(head.config.model.ropes, "cuda")
     config = golden_config(temperature, max_new_tokens=60, batch_size=2)
-    vanilla = build_cycles(Engine(config, target, (RootOnly(),), 256, ()))
+    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
     drafter = EagleDrafter(head, target, DynamicTree(depth=3, topk=10, size=40))
     prompts = [[token % 32 for token in prompt] for prompt in PROMPTS]
-    drafted = decode(build_cycles(Engine(config, target, (drafter,), 256, ())), *prompts)
+    drafted = decode(build_cycles(Engine(target, (drafter,), 256, config=config)), *prompts)
     assert drafted.history == decode(vanilla, *prompts).history
     assert sum(drafted.stats.accept_lengths) > 5
 
@@ -870,10 +873,10 @@ def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Eng
     torch.backends.cuda.matmul.allow_tf32 = False
     target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    vanilla = build_cycles(Engine(config, target, (RootOnly(),), context, ()))
+    vanilla = build_cycles(Engine(target, (RootOnly(),), context, config=config))
     drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     config = replace(config, **changes)
-    return vanilla, warm_up(build_cycles(Engine(config, target, (drafter,), context, ())))
+    return vanilla, warm_up(build_cycles(Engine(target, (drafter,), context, config=config)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -57,8 +57,8 @@ def test_feedback_makes_outputs_closer(group, k):
     codes, scale = encode_calibrated(weight, group, moments_between(x))
     assert codes.dtype == torch.int8 and codes.min() >= -8 and codes.max() <= 7
     assert scale.shape == (40, k // group) and scale.dtype == torch.bfloat16
-    plain = Int4.decode(*Int4.encode(weight, group))
-    errors = [(x @ (w - weight).T).square().sum() for w in (Int4.decode(codes, scale), plain)]
+    plain = quantize.decode(*Int4.encode(weight, group))
+    errors = [(x @ (w - weight).T).square().sum() for w in (quantize.decode(codes, scale), plain)]
     assert errors[0] < 0.3 * errors[1]
 
 
@@ -69,8 +69,8 @@ def test_independent_inputs_need_no_feedback():
     codes, scale = encode_calibrated(weight, 32, [moment])
     steps = scale.float().repeat_interleave(32, 1)
     assert torch.equal(codes, (weight / steps).round().clamp(-8, 7).to(torch.int8))
-    error = ((Int4.decode(codes, scale) - weight).square() * moment.diagonal()).sum()
-    plain = Int4.decode(*Int4.encode(weight, 32)) - weight
+    error = ((quantize.decode(codes, scale) - weight).square() * moment.diagonal()).sum()
+    plain = quantize.decode(*Int4.encode(weight, 32)) - weight
     assert error < (plain.square() * moment.diagonal()).sum()
 
 
@@ -81,7 +81,7 @@ def test_inputs_that_are_always_zero():
     weight = torch.randn(40, 128)
     codes, scale = encode_calibrated(weight, 32, moments_between(x))
     assert scale.isfinite().all()
-    error = Int4.decode(codes, scale) - weight
+    error = quantize.decode(codes, scale) - weight
     assert error[:, 40:100].abs().max() < 0.6 * weight.abs().max()
 
 

@@ -142,7 +142,7 @@ def test_int8_keeps_the_largest_magnitude_and_rounds_to_the_nearest():
     weight = random(40, 256) * torch.logspace(-12, 6, 40)[:, None]
     codes, scale = Int8.encode(weight, 0)
     assert torch.equal(codes.abs().amax(1), torch.full((40,), 127, dtype=torch.int8))
-    error = (Int8.decode(codes, scale) - weight).abs()
+    error = (quantize.decode(codes, scale) - weight).abs()
     assert (error <= (0.5 + 1e-4) * scale[:, None]).all()
 
 
@@ -152,12 +152,12 @@ def test_int8_in_groups(group):
     weight = WEIGHTS["huge"]
     codes, scale = Int8.encode(weight, group)
     assert scale.dtype == torch.bfloat16 and scale.shape == (64, 256 // group)
-    wide = Int8.decode(codes, scale)
+    wide = quantize.decode(codes, scale)
     error = (wide - weight).abs().unflatten(1, (-1, group))
     # the largest of a group may need code 127.25
     assert (error <= (0.5 + 1e-3) * scale.float()[..., None]).all()
-    whole = Int8.decode(*Int8.encode(WEIGHTS["normal"], 0))
-    parts = Int8.decode(*Int8.encode(WEIGHTS["normal"], group))
+    whole = quantize.decode(*Int8.encode(WEIGHTS["normal"], 0))
+    parts = quantize.decode(*Int8.encode(WEIGHTS["normal"], group))
     errors = [(w - WEIGHTS["normal"]).square().mean() for w in (parts, whole)]
     assert errors[0] < 0.9 * errors[1]
     layer = layer_of(pack_codes("int8", codes, scale))
@@ -169,7 +169,7 @@ def test_int8_in_groups(group):
 def test_zero_weights_stay_zero(quant):
     form, weight = FORMATS[quant.format], random(33, 256)
     weight[5], weight[:, 128:] = 0, 0  # a row, and whole groups
-    wide = form.decode(*form.encode(weight, quant.group_size))
+    wide = quantize.decode(*form.encode(weight, quant.group_size))
     assert (wide[5] == 0).all() and (wide[:, 128:] == 0).all() and (wide[6, :128] != 0).any()
 
 
@@ -443,7 +443,7 @@ def test_every_layout_can_be_read(tmp_path, quant, layout):
     assert isinstance(ours.embedding, torch.nn.Embedding)
     if layout.startswith("tied"):
         kind = FORMATS[quant.format]
-        want = kind.decode(*kind.encode(ours.embedding.weight, ours.lm_head.group_size))
+        want = quantize.decode(*kind.encode(ours.embedding.weight, ours.lm_head.group_size))
         assert ours.lm_head.group_size and torch.equal(ours.lm_head.dequantize(), want)
     else:
         assert_same_bits(ours, load_model(TARGET, quant=quant))
@@ -466,7 +466,7 @@ def test_older_directories_in_int8_load(tmp_path):
     layer = model.layers[1].w2
     name = "model.layers.1.mlp.down_proj.weight"
     assert [part.layout for part in layer.packed] == ["INT8_OUTPUT"]
-    want = Int8.decode(weights[name], weights[scale_name(name)])
+    want = quantize.decode(weights[name], weights[scale_name(name)])
     assert torch.equal(layer.dequantize(), want)
 
 
@@ -521,7 +521,7 @@ def test_the_drafts_lm_head(target, draft):
         assert drafter.lm_head.format == draft and drafter.lm_head.fp32_out
         original = load_model(TARGET).lm_head.weight
         if target == "int8":
-            original = FORMATS["int8"].decode(*FORMATS["int8"].encode(original, 32))
+            original = quantize.decode(*FORMATS["int8"].encode(original, 32))
         want = FORMATS[draft].encode(original, 32 if draft == "int4" else 0)
         assert all(map(torch.equal, unpack(drafter.lm_head.record), want))
     assert len(generate(engine, [[5, 17, 3]], max_new_tokens=8).tokens[0]) == 8

@@ -39,12 +39,12 @@ def test_a_dry_run_climbs_every_rung_and_hides_no_failure(tmp_path, monkeypatch,
     chosen = []
     real = ladder.set_rung
 
-    def set_rung(rung, plain, device):
+    def set_rung(rung, plain):
         chosen.append(rung)
-        assert plain == {"norm"} and device == "cpu"
+        assert plain == {"norm"}
         if rung == ladder.RUNGS["compiled"]:
             raise RuntimeError("no compiler\nat all")
-        real(rung, plain, device)
+        real(rung, plain)
 
     monkeypatch.setattr(ladder, "set_rung", set_rung)
     log = tmp_path / "ladder.jsonl"

@@ -535,7 +535,7 @@ def test_cycles_of_all_kinds_are_warm_before_a_request():
     sampled = load(checkpoint=DEMO, device="cpu", draft="none", temperature=1.0)
     engine = fresh(sampled, captured=True)
     serve.warm_other_modes(engine)
-    (buffers,) = engine.cycles.buffers
+    (buffers,) = engine.free
     kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
     assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
         "the engine's own is warm already"

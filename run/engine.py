@@ -1,0 +1,112 @@
+"""The engine of the whole program: `decode.Engine` with the options that it was loaded by.
+
+The fields that decoding reads follow from the options: `replace(engine, config=...)` changes both.
+Not here: loading one (run/load.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+import decode
+from backends.library import single_torch_thread
+from decode import Buffers
+from drafters import DraftMethod
+from options import require
+from run.guides import GuideSource
+from run.observer import Observer, PresetMethod
+from run.options import GenerateConfig, Sampling
+from run.tree_paths import DraftLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(decode.Engine):
+    """Everything that the program needs, loaded once."""
+
+    config: GenerateConfig  # as the user asked
+    policy: Observer = Observer()  # picks the preset of every step
+    resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
+    guide: GuideSource | None = None  # masks tokens, unless a request brings its own
+    tokenizer: Any = None  # files.tokenizer.Tokenizer, or None when only ids go in and out
+    template: Any = None  # files.chat.ChatTemplate, with --chat
+    load_s: float = 0.0
+    compile_s: float = 0.0
+    # these follow from `config` and `resolved`
+    ignore_eos: bool = field(init=False)
+    batch_size: int = field(init=False)
+    max_new_tokens: int = field(init=False)
+    sampling: Sampling = field(init=False)
+    seed: int = field(init=False)
+    compile: bool | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = ("ignore_eos", "batch_size", "max_new_tokens", "sampling", "seed")
+        values = {name: getattr(self.config, name) for name in own}
+        for name, value in (values | {"compile": self.option("compile")}).items():
+            object.__setattr__(self, name, value)  # of a frozen dataclass
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return cache_dtype(self.config, super().kv_dtype)
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether a cycle may run a part of the sequences. CUDA's kernels know no parts."""
+        return self.device.type == "cpu" and not self.captured
+
+    def rows(self, live: Sequence[bool]) -> range:
+        """Return the sequences that the next cycle runs: from the first that decodes to the last.
+
+        Where a cycle runs all, they are all. Where none decodes, a cycle will run one.
+        """
+        if not self.has_parts:
+            return range(len(live))
+        decoding = [seq for seq, decodes in enumerate(live) if decodes]
+        return range(decoding[0], decoding[-1] + 1) if decoding else range(1)
+
+    def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
+        """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
+        with single_torch_thread(self.target.program is not None and not self.captured):
+            return super().run_step(buffers, key, body)
+
+    def option(self, name: str) -> Any:
+        """Return the value of an option: as loading chose it, else as the user asked."""
+        return self.resolved.get(name, getattr(self.config, name))
+
+    def draft_limit(self, value: Any, name: str = "draft") -> DraftLimit:
+        """Return the bound of a request on its drafts: a number of tokens, or a tree. None: none.
+
+        name: of the request's option
+        Raises: ValueError where it is neither, or no tree is as small.
+        """
+        limit = DraftLimit.parse(value)
+        smallest = self.presets[0]
+        least = smallest.size - 1
+        why = ", as draft trees have one size here" if least else ""
+        kinds = f"a whole number from {least} on, or a tree as chain:4 or dynamic:6,8,32"
+        fault = f"{name} must be {kinds}{why}; it is {repr(value)[:50]}; leave it out"
+        require(limit is not None and limit.allows(smallest), fault)
+        return limit
+
+    def check_sampling(self, own: Sampling) -> None:
+        """Check that the tokens that are named exist. Raises: ValueError."""
+        if self.shaping is not None:
+            self.shaping.check(own)
+
+    def with_method(self, method: DraftMethod) -> Engine:
+        """Return an engine that drafts in another way. Its cycles are still to be made."""
+        return replace(
+            self,
+            presets=method.presets,
+            pick_tokens=method.pick_tokens or decode.pick_tokens,
+            policy=method.policy if isinstance(method, PresetMethod) else Observer(),
+        )
+
+
+def cache_dtype(config: GenerateConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the target's cache. dtype: of its weights"""
+    return torch.int8 if config.kv == "int8" else dtype

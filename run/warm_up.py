@@ -1,0 +1,129 @@
+"""Make an engine ready: capture its cycles on CUDA, compile them, and time its presets.
+
+On a CPU an engine is ready when its weights are. On CUDA `warm_up` runs the cycles until they are
+captured, and with --compile compiled. Progress is shown on a terminal. Where the compiler does not
+work, a note says so, and the engine does without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backends.library import has_cpu_operators, is_plain
+from decode import PREFILL_WIDTHS, build_cycles
+from options import log_note
+from run import ranks
+from run.engine import Engine
+from run.session import Session
+from runtime import OPTIONS, WARM_UPS, copy_into, first_line
+
+TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
+
+
+def warm_up(engine: Engine) -> Engine:
+    """Make the engine ready for its first prompt.
+
+    On a CPU nothing is left to do. On CUDA the cycles run until they are captured, and with
+    --compile compiled. Where that does not work, a note says so, and the engine does without it.
+    """
+    how = engine.option("compile")
+    reason = why_not_compiled(engine.option("device")) if how else ""
+    if reason:
+        how = None if engine.captured else False
+    chosen = engine.resolved | {"compile": how}
+    ranks.check_same_on_all_ranks(engine.config, **chosen)
+    if reason:
+        log_note(f"--compile does not work here ({reason}); running without it")
+        return warm_up(build_cycles(replace(engine, resolved=chosen)))
+    compile_s = 0.0
+    if engine.captured:
+        began = time.perf_counter()
+        for _ in range(1 + WARM_UPS):
+            _prefill_each_width(engine)
+            time_cycles(engine, say_what_compiles)
+        compile_s = time.perf_counter() - began
+    policy = engine.policy.on_engine_ready(engine, partial(time_cycles, engine))
+    return replace(engine, compile_s=compile_s, policy=policy)
+
+
+def _prefill_each_width(engine: Engine) -> None:
+    """Decode one token after a prompt of every prefill width, in every sequence of the batch."""
+    engine = replace(engine, config=replace(engine.config, max_new_tokens=1))
+    for width in PREFILL_WIDTHS:
+        prompt = [0] * min(width, engine.context - 1)
+        with closing(Session(engine)) as session:
+            for _ in session.decode_turn([prompt] * engine.batch_size):
+                pass
+
+
+def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
+    """Time a cycle of every preset, with sequences that decode after `TIMED_BEHIND` tokens.
+
+    progress: as `say` of `time_presets`
+    Returns: seconds of a cycle, per preset.
+    """
+    with closing(Session(engine)) as session:
+        state = session.state
+        state.pos.fill_(min(TIMED_BEHIND, engine.context // 2))
+        state.limit.fill_(engine.context - 1)
+        state.done.fill_(False)
+        rewound = engine.drafter.rewind(state.drafter_state, state.pos)
+        copy_into(state.drafter_state, rewound)
+        return time_presets(session.time_cycle, engine.presets, progress)
+
+
+def time_presets(
+    time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None
+) -> list[float]:
+    """Time a cycle of every preset (s); the first two after a change do not count.
+
+    say: called with each preset's number and all presets, at the end with their count
+    """
+    times: list[float] = []
+    for preset in range(len(presets)):
+        if say:
+            say(preset, presets)
+        times.append(statistics.mean([time_cycle(preset) for _ in range(4)][2:]))
+    if say:
+        say(len(times), presets)
+    return times
+
+
+def why_not_compiled(device: str) -> str:
+    """Try the compiler on a small step. Returns: the reason why it does not work, or ""."""
+    if device.startswith("cpu"):  # there it means the C++ operators
+        if has_cpu_operators():
+            return ""
+        if is_plain():
+            return "PyTorch replaces the CPU operators"
+        return "it needs the CPU operators"
+    try:
+        torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
+    except Exception as error:  # a missing or broken compiler may raise anything
+        return first_line(error)[:120]
+    return ""
+
+
+def _probe(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
+    """Show on a terminal which preset compiles; at the end of all of them, clear the line."""
+    if not sys.stderr.isatty():
+        return
+    if number < len(presets):
+        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}"
+        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+    else:
+        print("\r" + " " * 60, end="\r", file=sys.stderr, flush=True)
