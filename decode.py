@@ -43,7 +43,7 @@ from runtime import (
     replace_fields,
     sequence_of,
 )
-from sampling import SamplingMode, SamplingTensors, Shaping
+from sampling import SamplingMode, SamplingTensors
 
 PREFILL_CHUNK = 256  # tokens per prefill pass
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
@@ -101,7 +101,7 @@ class Engine:
     # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
     pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
     accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (drafts/residual.py)
-    shaping: Shaping | None = None  # further parameters of sampling (drafts/shaping.py)
+    shaping: Any = None  # further parameters of sampling (`drafts.shaping.Shaping`)
     # of `build_cycles`:
     ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
@@ -231,7 +231,7 @@ class Cycle:
 
         Returns: the state, what the drafter has read, and the report for the host, [B, D+9] int64.
         """
-        clock = StepClock(state.pos.device)
+        clock = StepClock(self.backend.device_time, state.pos.device)
         draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
         tree, noise = draft(cache, state)
         state, update, report = verify(cache, state, tree, noise)

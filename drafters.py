@@ -3,13 +3,12 @@
 A drafter reads the tokens that the target has confirmed (`extend`) and proposes a tree (`propose`),
 both as steps with static shapes over a state of its own, a NamedTuple of tensors. Here:
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
-- `DraftMethod`, everything that a way to draft brings (`Drafter.method`);
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
-A method may come in presets: drafters of trees of different sizes over one state, each compiled.
-The host picks one before every cycle (`decode.Loop.pick_preset`); a wrong pick costs only time.
-To add a method: subclass one of the drafters, write a `load_method` that returns its `method()`,
-and add its module to `DRAFTERS` (run/methods.py).
+A way to draft (`DraftMethod`) may come in presets: drafters of trees of different sizes over one
+state, each compiled. The host picks one before every cycle; a wrong pick costs only time.
+To add one: subclass a drafter, write a `load_method` that returns its `method()`, and add its
+module to `DRAFTERS` (drafts/methods.py).
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from draft_tree import (
 )
 from kv_cache import KVCache, Window
 from model import Transformer
+from options import require
 from reference import TORCH, Backend, joined, use_backend
 from sampling import SamplingTensors
 
@@ -146,12 +146,6 @@ class DraftVocab(NamedTuple):
         """Turn columns into token ids, int64 of any shape."""
         return column if self.ids is None else self.ids[column]
 
-    def spread(self, q: Tensor) -> Tensor:
-        """Spread probabilities over all tokens, 0 for the others: [..., Vd] -> [..., V]."""
-        if self.ids is None:
-            return q
-        return q.new_zeros(*q.shape[:-1], self.size).index_copy(-1, self.ids, q)
-
 
 def planned(tree: DynamicTree | StaticTree, device: torch.device | str) -> DynamicTree | StaticTree:
     """Return a shape with its plan, and with its tensors on a device."""
@@ -172,9 +166,7 @@ def planned(tree: DynamicTree | StaticTree, device: torch.device | str) -> Dynam
 
 
 class TreeDrafter(Drafter):
-    """Grows static or dynamic trees.
-
-    Subclasses give `root_output`, `forward_nodes` and `logits`, and what a state of theirs needs.
+    """Grows static or dynamic trees. Subclasses give `root_output`, `forward_nodes` and `logits`.
 
     A node's children are the top-k of its scores. When sampling, the scores carry the noise with
     which the target will sample at that draw: the likeliest child is the one favoured by the noise.
@@ -209,11 +201,9 @@ class TreeDrafter(Drafter):
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
         self._set_tree(planned(tree, self.device))
-        if tree.width > self.vocab.drafted:
-            raise ValueError(
-                f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens; "
-                "lower the rank (CHILDREN of --tree)"
-            )
+        fault = f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens"
+        remedy = "lower the rank (CHILDREN of --tree)"
+        require(tree.width <= self.vocab.drafted, f"{fault}; {remedy}")
 
     def _set_tree(self, tree: DynamicTree | StaticTree) -> None:
         """Set the tree, and the sizes that follow from it. Raises: ValueError."""

@@ -14,6 +14,12 @@ A weight's way has five stations, each a method of `Loader` that the folder file
 
 from __future__ import annotations
 
+from options import fail, require, run_program
+
+if __name__ == "__main__":
+    run_program("quantize")  # before torch, whose import takes seconds, so that mistakes are told
+    fail("quantize.py", "writing weights is in the folder run/, which is not here; restore it")
+
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,13 +34,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from options import FORMAT_NAMES, fail, has_part, load_part, one_line, require, run_program
+from options import FORMAT_NAMES, has_part, load_part, one_line
 from reference import TORCH, Backend
-
-if __name__ == "__main__":
-    run_program("quantize")  # before torch, whose import takes seconds, so that mistakes are told
-    fail("quantize.py", "writing weights is in the folder run/, which is not here; restore it")
-
 
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file, which files/ reads
 GROUPS = (32, 64, 128)  # inputs that share a scale, where they are not all
@@ -687,10 +688,12 @@ class Loader:
         if packed:
             module.pack(self.packed(theirs, shape))
             return
-        wide = leaf in getattr(module, "in_fp32", ())
-        dtype = torch.float32 if wide else self.storage.dtype
-        value = self.parameter(theirs, shape, dtype)
+        value = self.parameter(theirs, shape, self.dtype_of(module, leaf))
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
+        """Return the dtype of a parameter that stays float."""
+        return self.storage.dtype
 
     def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a parameter that stays float: [N], [N, K], or of experts, [E, N] or [E, N, K]."""

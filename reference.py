@@ -112,7 +112,7 @@ def cut(
     top_p: Tensor | None,
     margin: Tensor | None,
 ) -> Tensor:
-    """Compute `sampling.process`: the temperature, then the cuts.
+    """Compute `sampling.process`: the temperature, then top-k, top-p and min-p.
 
     scores: [B, N, V] fp32; the others [B], as in `sampling.SamplingTensors`
     """
@@ -120,25 +120,12 @@ def cut(
     if top_k is None:
         return z
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
-    keep = in_top_k(z, top_k)
-    keep = keep & precede(probabilities(ranked, keep), top_p[:, None, None])
-    return masked(z, index, above_margin(ranked, keep, margin))
-
-
-def in_top_k(z: Tensor, top_k: Tensor) -> Tensor:
-    """Return which places of ranked scores are among the first ones, [B, 1, V] bool; 0: all."""
+    places = torch.arange(z.shape[-1], device=z.device)  # [V]
     most = top_k[:, None, None]  # [B, 1, 1]
-    return (torch.arange(z.shape[-1], device=z.device) < most) | (most == 0)
-
-
-def above_margin(ranked: Tensor, keep: Tensor, margin: Tensor) -> Tensor:
-    """Return which of the tokens to keep are at most so far below the best one."""
+    keep = (places < most) | (most == 0)
+    keep = keep & precede(probabilities(ranked, keep), top_p[:, None, None])
     best = ranked.masked_fill(~keep, float("-inf")).amax(-1, keepdim=True)
-    return keep & (ranked >= best + margin[:, None, None])
-
-
-def masked(z: Tensor, index: Tensor, keep: Tensor) -> Tensor:
-    """Return scores without the tokens that go. index, keep: of ranked scores, [..., V]"""
+    keep &= ranked >= best + margin[:, None, None]
     return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
 

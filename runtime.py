@@ -17,7 +17,6 @@ Not here: the cycle (decode.py); the C++ operators that run on a CPU (backends/c
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.library import has_triton
 from options import log_note
 
 WARM_UPS = 2  # runs before a capture
@@ -200,9 +198,11 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
 
 
 class StepClock:
-    """Reads the time after each step of a cycle: the device's clock on CUDA, else the host's."""
+    """Reads the time after each step of a cycle, by a clock of its device."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device_time: Callable[[torch.device], Any], device: torch.device):
+        """device_time: of a backend"""
+        self.device_time = device_time
         self.device = device
         self.times = [device_time(device)]  # before, between and after the steps (ns)
 
@@ -212,22 +212,5 @@ class StepClock:
 
     def _run(self, step: Callable, *inputs: Any) -> Any:
         result = step(*inputs)
-        self.times.append(device_time(self.device))
+        self.times.append(self.device_time(self.device))
         return result
-
-
-def device_time(device: torch.device) -> Tensor | int:
-    """Read a device's clock, in ns, after the work that was launched; only differences count.
-
-    On CUDA a kernel reads it, so that captured graphs read it too; without Triton it is 0 there.
-    """
-    if device.type != "cuda":
-        return time.perf_counter_ns()
-    if not has_triton():
-        return torch.zeros((), dtype=torch.int64, device=device)
-    import backends.triton.clock
-
-    now = torch.empty((), dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
-        backends.triton.clock.read(now)
-    return now

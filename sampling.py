@@ -8,13 +8,12 @@ same noise ahead of time (Daliri, Musco, Suresh 2024).
 
 The generator is Philox4x32-10 (Salmon et al., SC 2011) in int64 tensor operations: stateless, equal
 on CPU and GPU, safe in a captured graph. One call gives four words, so four tokens share a counter.
-Every sequence has its own parameters (`SamplingTensors`). A greedy one's noise is 0 and its scores
-are the logits themselves, so that it may stand beside others; where all are greedy, no step here
-runs.
+A greedy sequence's noise is 0 and its scores are the logits themselves, so that it may stand beside
+others; where all are greedy, no step here runs.
 The order is: temperature, top-k, top-p, min-p. It is llama.cpp's, but for the temperature, which
 comes before the cuts as in vLLM and transformers.
 Not here: how a device computes noise, cuts and choice (reference.py); other cuts, biases and
-penalties (`Shaping`, drafts/shaping.py); the papers' residual rule (drafts/residual.py).
+penalties (drafts/shaping.py); the papers' residual rule (drafts/residual.py).
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import reference
-from draft_tree import DecodedTokens, DraftTree
 from options import Sampling
 from reference import MASK32, TORCH, Backend
 
@@ -76,28 +74,6 @@ class SamplingMode(IntEnum):
         return SamplingMode.TRUNCATED
 
 
-class Shaping(Protocol):
-    """Further changes of the distribution, such as penalties; tensor operations of fixed shape."""
-
-    def rows(self, each: Sequence[Sampling]) -> Any:
-        """Make the parameters of B sequences, a tuple of tensors [B, ...]."""
-
-    def at_nodes(
-        self, rule: SamplingTensors, draws: Tensor, text: DecodedTokens, tree: DraftTree
-    ) -> Shaping:
-        """Return the changes for the token after every node of a tree. Others change no score.
-
-        rule: with `rows` as its `shaped`; draws: [B] int64, of the token after the root
-        text: all tokens up to the root
-        """
-
-    def rescore(self, scores: Tensor) -> Tensor:
-        """Return changed scores, [B, N, V] fp32. Writes: scores."""
-
-    def cut(self, scores: Tensor, rule: SamplingTensors, backend: Backend) -> Tensor:
-        """Do as `process`, with further cuts."""
-
-
 class SamplingTensors(NamedTuple):
     """Keys of the noise and parameters of the choice, one row per sequence.
 
@@ -115,15 +91,13 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor | None = None  # [B] int64, 0 keeps all
     top_p: Tensor | None = None  # [B] fp32, 1 keeps all
     margin: Tensor | None = None  # [B] fp32, log of min-p; minus infinity keeps all
-    shaped: Any = ()  # tensors of `Shaping`, one row per sequence
-    shaping: Shaping | tuple[()] = ()  # of a rule; a state has none
+    shaped: Any = ()  # further parameters, tensors [B, ...]
+    # of a rule: changes scores by them (drafts/shaping.py: `rescore`, `cut`); a state has none
+    shaping: Any = ()
 
     @staticmethod
     def from_params(
-        each: Sequence[Sampling],
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-        shaping: Shaping | None = None,
+        each: Sequence[Sampling], device: Any = "cpu", seed: int = 0, shaping: Any = None
     ) -> SamplingTensors:
         """Make the tensors of B sequences, all of one seed, as samples 0 of prompts 0."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
@@ -146,14 +120,12 @@ class SamplingTensors(NamedTuple):
         )
 
     def needed(
-        self,
-        mode: SamplingMode,
-        shaping: Shaping | None = None,
-        nodes: tuple[Tensor, DecodedTokens, DraftTree] | None = None,
+        self, mode: SamplingMode, shaping: Any = None, nodes: tuple = ()
     ) -> SamplingTensors | None:
         """Return the part that a step of a mode reads; None when all sequences are greedy.
 
-        nodes: the draws, the text and the tree of `Shaping.at_nodes`; None: for drafts
+        shaping: of the engine
+        nodes: the draws of roots, the text and the tree that the rule is for; (): for drafts
         """
         if mode == SamplingMode.GREEDY:
             return None
@@ -198,8 +170,7 @@ def process(logits: Tensor, rule: SamplingTensors, backend: Backend = TORCH) -> 
     """
     if rule.shaping:
         return rule.shaping.cut(logits, rule, backend)
-    cuts = (rule.temperature, rule.top_k, rule.top_p, rule.margin)
-    return backend.cut(logits, *cuts)
+    return backend.cut(logits, rule.temperature, rule.top_k, rule.top_p, rule.margin)
 
 
 def choose(
@@ -213,7 +184,7 @@ def choose(
     """Choose the token after every node, [B, N] int64, as `decode.pick_tokens`.
 
     scores: [B, N, V] fp32
-    Writes: scores, where `Shaping` changes them.
+    Writes: scores, where `rule.shaping` changes them.
     """
     if allowed is not None:
         scores = torch.where(allowed, scores, float("-inf"))

@@ -1,6 +1,7 @@
-"""The cuts of a distribution that a request may ask for beyond top-k, top-p and min-p.
+"""All cuts of unlikely tokens in one pass: those of the flat files, top-n-sigma, typical-p and XTC.
 
-Top-n-sigma, typical-p and XTC stand among the others in one pass; shaping.py says in which order.
+A backend may have `cut_shaped` in a faster form; this is its definition. shaping.py says which
+cuts these are, and where a sequence has them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference import above_margin, in_top_k, masked, precede, probabilities
+from reference import precede, probabilities
 
 
 def cut_shaped(
@@ -19,9 +20,9 @@ def cut_shaped(
     margin: Tensor,
     sigmas: Tensor,
     typical: Tensor,
-    xtc: Tensor | None,
+    xtc: Tensor | None = None,
 ) -> Tensor:
-    """Compute `reference.cut` with all cuts.
+    """Apply the temperature, then all cuts: `reference.cut` with further ones between.
 
     scores: [B, N, V] fp32; xtc: [B, N] fp32, as in `shaping.NodeShaping`, None: it never acts; the
         others [B], as in `sampling.SamplingTensors` and `shaping.ShapedRows`
@@ -29,15 +30,18 @@ def cut_shaped(
     z = scores / temperature[:, None, None]
     z = z.masked_fill(z < least_of_sigmas(z, sigmas[:, None, None]), float("-inf"))
     ranked, index = z.sort(dim=-1, descending=True, stable=True)
-    keep = in_top_k(z, top_k)
+    places = torch.arange(z.shape[-1], device=z.device)  # [V]
+    most = top_k[:, None, None]  # [B, 1, 1]
+    keep = (places < most) | (most == 0)
     keep = keep & are_typical(probabilities(ranked, keep), typical[:, None, None])
     keep = keep & precede(probabilities(ranked, keep), top_p[:, None, None])
-    keep = above_margin(ranked, keep, margin)
+    best = ranked.masked_fill(~keep, float("-inf")).amax(-1, keepdim=True)
+    keep &= ranked >= best + margin[:, None, None]
     if xtc is not None:
         likely = keep & (probabilities(ranked, keep) >= xtc[:, :, None])
         # all but the least likely of them go
         keep &= ~likely | (likely.cumsum(-1) == likely.sum(-1, keepdim=True))
-    return masked(z, index, keep)
+    return z.masked_fill(~torch.zeros_like(keep).scatter(-1, index, keep), float("-inf"))
 
 
 def least_of_sigmas(z: Tensor, sigmas: Tensor) -> Tensor:
@@ -67,4 +71,4 @@ def are_typical(p: Tensor, mass: Tensor) -> Tensor:
     return torch.zeros_like(stays).scatter(-1, order, stays)
 
 
-OPERATORS = {"cut_shaped": cut_shaped}  # of a backend
+OPERATORS = {"cut_shaped": cut_shaped}

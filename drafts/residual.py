@@ -19,7 +19,7 @@ from torch import Tensor
 import sampling
 from decode import Cycle, DecodeState
 from draft_tree import MAX_NODES, Accepted, Children, DraftTree, DynamicTree
-from drafters import DraftInputs, TreeDrafter
+from drafters import DraftInputs, DraftVocab, TreeDrafter
 from reference import compaction, path_to
 from runtime import replace_fields
 
@@ -85,7 +85,7 @@ class SampledChildren:
         fresh = drafter.vocab.columns(fresh)  # [B, R, Vd]
         columns = (log_q + fresh).topk(drafter.tree.plan[level].k, dim=-1).indices
         tokens = drafter.vocab.tokens(columns)
-        return Children(tokens, log_q.gather(2, columns), drafter.vocab.spread(log_q.exp()))
+        return Children(tokens, log_q.gather(2, columns), spread(drafter.vocab, log_q.exp()))
 
     def attach(self, tree: DraftTree, scored: list[Any], expanded: list[Tensor]) -> DraftTree:
         """Add the distributions that the children of each node were drawn from, [B, N, V].
@@ -101,6 +101,13 @@ class SampledChildren:
         q = torch.cat([children.extra for children in scored], 1)  # [B, sum R, V]
         zeros = q.new_zeros(*tree.tokens.shape, q.shape[2])  # leaves have no children, hence no q
         return replace_fields(tree, extra=zeros.scatter(1, node.expand_as(q), q))
+
+
+def spread(vocab: DraftVocab, q: Tensor) -> Tensor:
+    """Spread probabilities over all tokens, 0 for those not drafted: [..., Vd] -> [..., V]."""
+    if vocab.ids is None:
+        return q
+    return q.new_zeros(*q.shape[:-1], vocab.size).index_copy(-1, vocab.ids, q)
 
 
 def sample_children(drafter: TreeDrafter) -> TreeDrafter:

@@ -2,7 +2,7 @@
 
 `Shaping` is an `Engine.shaping`, which sampling.py asks where a sequence has such parameters. The
 order of everything is: biases and penalties (penalties.py), temperature, top-n-sigma, top-k,
-typical-p, top-p, min-p, XTC. A backend's `cut` does all cuts in one pass.
+typical-p, top-p, min-p, XTC. `cut_shaped` does all cuts in one pass (cuts.py).
 - top-n-sigma keeps the scores within some standard deviations of the best (arXiv 2411.07641).
 - typical-p keeps the tokens of the most usual information (arXiv 2202.00666).
 - XTC drops, at some of the draws, all but the least likely of the likely tokens (p-e-w,
@@ -40,7 +40,7 @@ class ShapedRows(NamedTuple):
 
 
 class Shaping:
-    """The cuts, biases and penalties of an engine: a `sampling.Shaping`."""
+    """The cuts, biases and penalties of an engine (`Engine.shaping`)."""
 
     def __init__(self, device: torch.device | str = "cpu", penalties: Penalties | None = None):
         """penalties: None: scores stay as they are"""
@@ -53,6 +53,7 @@ class Shaping:
             self.penalties.check(own)
 
     def rows(self, each: Sequence[Sampling]) -> ShapedRows:
+        """Make the parameters of B sequences."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
         sigmas = [s.top_n_sigma if s.top_n_sigma > 0 else math.inf for s in own]
 
@@ -71,13 +72,20 @@ class Shaping:
     def at_nodes(
         self, rule: SamplingTensors, draws: Tensor, text: DecodedTokens, tree: DraftTree
     ) -> NodeShaping:
+        """Return the changes for the token after every node of a tree.
+
+        rule: with `rows` as its `shaped`; draws: [B] int64, of the token after the root
+        text: all tokens up to the root
+        """
         draws = draws[:, None] + tree.depths
         return NodeShaping(xtc_at(rule, draws), self.penalties, rule.shaped, text, tree)
 
     def rescore(self, scores: Tensor) -> Tensor:
+        """Return the scores, [B, N, V] fp32, which no text changes here."""
         return scores
 
     def cut(self, scores: Tensor, rule: SamplingTensors, backend: Backend) -> Tensor:
+        """Do as `sampling.process`, with further cuts."""
         return cut(scores, rule, backend)
 
 
@@ -91,12 +99,14 @@ class NodeShaping(NamedTuple):
     tree: DraftTree | None = None
 
     def rescore(self, scores: Tensor) -> Tensor:
+        """Return changed scores, [B, N, V] fp32. Writes: scores."""
         if self.penalties is None:
             return scores
         own = (self.rows.penalties, self.rows.answer)
         return self.penalties.rescore(scores, *own, self.text, self.tree)
 
     def cut(self, scores: Tensor, rule: SamplingTensors, backend: Backend) -> Tensor:
+        """Do as `sampling.process`, with further cuts."""
         return cut(scores, rule, backend, self.xtc)
 
 

@@ -162,6 +162,10 @@ class CheckpointLoader(Loader):
                     self.pages.move(module)
                 _trim_heap()
 
+    def dtype_of(self, module: nn.Module, leaf: str) -> torch.dtype:
+        wide = leaf in getattr(module, "in_fp32", ())
+        return torch.float32 if wide else super().dtype_of(module, leaf)
+
     def parameter(self, names: tuple[str, ...], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Do as `Loader.parameter`, in huge pages; a stack's parts are there once at a time."""
         is_stack = len(shape) == 3 or (len(shape) == 2 and names[0].endswith(".bias"))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import decode
-from backends.library import single_torch_thread
 from decode import Buffers
 from drafters import DraftMethod
 from options import require
@@ -70,7 +69,9 @@ class Engine(decode.Engine):
 
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
-        with single_torch_thread(self.target.program is not None and not self.captured):
+        if self.captured or self.target.program is None:
+            return super().run_step(buffers, key, body)
+        with self.target.backend.single_thread():
             return super().run_step(buffers, key, body)
 
     def option(self, name: str) -> Any:

@@ -36,7 +36,6 @@ from run.prompts import read_grammar
 from run.resolved import tree_options
 from run.stats import free_bytes, sequence_memory, slot_bytes
 from run.warm_up import warm_up
-from sampling import Shaping
 
 if TYPE_CHECKING:
     from files.chat import TextFiles
@@ -119,7 +118,7 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
 
 def _shaping(
     config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
-) -> Shaping | None:
+) -> Any:
     """Return the cuts and penalties that requests may ask for.
 
     Raises: ValueError for no token's id.

@@ -94,6 +94,7 @@ class Session(Loop):
         self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
         # sequences that ended where numbers were not finite, and what is wrong
         self.nan_sequences: dict[int, str] = {}
+        self.began_s = 0.0  # when the last cycle began: when its preset was picked
         self.read_at = 0.0  # when a report was last read (s)
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
@@ -219,6 +220,7 @@ class Session(Loop):
 
     def time_cycle(self, preset: int) -> float:
         """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
+        self.began_s = time.perf_counter()
         self._prepare(preset)
         result = self._launch(preset)
         result.read()
@@ -229,7 +231,7 @@ class Session(Loop):
         seconds = (result.times["ended"] - result.times["began"]) / 1e9
         if self.most_lag and seconds:
             return seconds
-        return time.perf_counter() - result.launched_s
+        return time.perf_counter() - result.began_s
 
     # ----------------------------------------------------------------------- what it adds to a step
 
@@ -250,6 +252,7 @@ class Session(Loop):
 
     def pick_preset(self, reads_prompt: bool = False) -> int:
         """Return the preset that the policy picks, which the observers have prepared."""
+        self.began_s = time.perf_counter()
         preset = self.policy.next_preset(self.view, reads_prompt)
         self._prepare(preset)
         return preset
@@ -296,9 +299,8 @@ class Session(Loop):
 
     def _launch(self, preset: int) -> CycleResult:
         """Launch a cycle, and copy what the observers ask for. Writes: result.further."""
-        launched_s = time.perf_counter()
         result = super()._launch(preset)
-        result.launched_s = launched_s
+        result.began_s = self.began_s
         watch = [observer.host_tensors(result.update, self.view) for observer in self.observers]
         result.further = [HostCopy(*tensors) for tensors in watch]
         return result

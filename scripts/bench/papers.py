@@ -38,39 +38,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from files.chat import NO_TEMPLATE
-from files.checkpoint import WeightFiles
-from files.fetch import fetched
 from files.head_kinds import gguf_head_kind, head_kind
 from files.io import check_outputs, is_gguf
-from files.known_heads import own_head
-from files.mtp import find_mtp
 from options import log_note
-from run.engine import Engine
-from run.generate import Batch, Turn, encode, first_ids, load
 from run.methods import MTP, head_kinds
 from run.options import DEMO, GenerateConfig, pick_device
 from run.parsing import SWITCHES, one_line_errors, option, parse
-from run.stats import Stats, peak_memory_bytes
-from scripts.bench.measure import (
-    Series,
-    draft_options,
-    environment,
-    pass_bytes,
-    read_bandwidth,
-    repeated,
-    shown_path,
-    with_config,
-)
-from scripts.bench.replays import compare_replays
-from scripts.bench.report import write_report
-from scripts.bench.row_log import Log
-from scripts.bench.tasks import conversations
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 
 @dataclass(frozen=True)
@@ -143,6 +118,31 @@ class BenchConfig:
 # --help and mistakes are answered before the imports below, which take seconds
 COMMAND = parse(BenchConfig, "papers.py", __doc__) if __name__ == "__main__" else None
 
+import torch
+from tqdm import tqdm
+
+from files.chat import NO_TEMPLATE
+from files.checkpoint import WeightFiles
+from files.fetch import fetched
+from files.known_heads import own_head
+from files.mtp import find_mtp
+from run.engine import Engine
+from run.generate import Batch, Turn, encode, first_ids, load
+from run.stats import Stats, peak_memory_bytes
+from scripts.bench.measure import (
+    Series,
+    draft_options,
+    environment,
+    pass_bytes,
+    read_bandwidth,
+    repeated,
+    shown_path,
+    with_config,
+)
+from scripts.bench.replays import compare_replays
+from scripts.bench.report import write_report
+from scripts.bench.row_log import Log
+from scripts.bench.tasks import conversations
 
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
 BINS = 20  # of confidence, in [0, 1]

@@ -55,7 +55,8 @@ import torch
 from torch import Tensor
 
 from backends.library import has_triton
-from runtime import WARM_UPS, Replay, copy_into, device_time
+from reference import choose
+from runtime import WARM_UPS, Replay, copy_into
 from scripts.bench import measure
 from scripts.gpu.families import CHECKS, check_family
 
@@ -123,7 +124,8 @@ def bandwidth(device: str) -> dict[str, Any]:
 
 def clock(device: str) -> dict[str, Any]:
     """Read the device's clock twice."""
-    times = [int(device_time(torch.device(device))) for _ in range(2)]
+    clock = choose(torch.device(device)).device_time
+    times = [int(clock(torch.device(device))) for _ in range(2)]
     assert 0 < times[0] < times[1], f"the device's clock went from {times[0]} to {times[1]} ns"
     return {"text": "the device's clock runs"}
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters import DraftVocab
+from drafts.residual import spread
 from eagle_draft import EagleHead, draft_lm_head
 from kv_cache import KVCache, Window
 from model import Transformer
@@ -158,7 +159,7 @@ def fit_sharpness(
         noise = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
         vocab = drafted.vocab
         # [V], the column of a token; -1 for tokens that are never drafted
-        column = vocab.spread(torch.arange(1.0, vocab.drafted + 1, device=device)).long() - 1
+        column = spread(vocab, torch.arange(1.0, vocab.drafted + 1, device=device)).long() - 1
         for extra in (torch.zeros_like(noise), noise):
             choice = column[(truth + extra).argmax(-1)[first:]]
             scores = (drafted.logits[0] + vocab.columns(extra))[first:]

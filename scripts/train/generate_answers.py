@@ -48,6 +48,7 @@ from files.io import is_gguf, read_jsonl
 from run.engine import Engine
 from run.generate import load, text_of
 from run.options import DEFAULT, ROOT, GenerateConfig
+from run.stats import sequence_memory
 from runtime import copy_into
 from sampling import SamplingMode
 from scripts.bench.measure import repeated
@@ -504,8 +505,9 @@ def decoded(
     streams: the key of each sequence's noise
     Returns: the new tokens of every sequence.
     """
-    unused = engine.free
-    buffers = unused.pop() if unused else Buffers(engine)
+    if not engine.free:
+        sequence_memory(engine)
+    buffers = engine.free.pop() if engine.free else Buffers(engine)
     state = buffers.state
     live = len(prompts)
     params = [engine.config.sampling] * engine.config.batch_size
@@ -539,7 +541,7 @@ def decoded(
                 if int((~state.done).sum()) <= live // TAIL:
                     break
             engine.run_step(buffers, "answers", run_cycle)
-    unused.append(buffers)
+    engine.free.append(buffers)
     ends = (state.pos[:live] + 1).tolist()
     rows = state.tokens[:live].tolist()
     return [row[len(ids) : end] for row, ids, end in zip(rows, prompts, ends)]

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters import DraftVocab
+from drafts.residual import spread
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
 from model import ModelConfig, Transformer
 from quantize import Linear
@@ -120,7 +121,7 @@ def unrolled_losses(
         known = torch.ones_like(tokens, dtype=torch.bool)
         if eagle3:
             # [V], the official t2d
-            drafted = vocab.spread(torch.ones(vocab.drafted, device=tokens.device)).bool()
+            drafted = spread(vocab, torch.ones(vocab.drafted, device=tokens.device)).bool()
             known = drafted[best]  # [B, T]
         z = recipe.target_lm_head(features[..., : target.config.dim])  # [B, T, N]
         known = F.pad(known, (0, steps))  # [B, T + steps]

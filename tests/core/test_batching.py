@@ -367,7 +367,7 @@ def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
     """Killed after its first results, in the middle of a line at worst; the file ends up as if it had not been."""
     file, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
     command = [sys.executable, "generate.py", *BASE, "--prompt_file", str(prompts), "--results"]
-    root = Path(program.__file__).parent
+    root = Path(program.__file__).parents[1]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     killed = subprocess.Popen([*command, str(file)], cwd=root, **silent)
     until = time.monotonic() + 120

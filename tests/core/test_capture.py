@@ -275,7 +275,7 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
         report = with_times(report, [0, 0, 0, ended])
         session = Session(engine, host_lag=1)
         result = CycleResult(report, 0, None)
-        result.launched_s = time.perf_counter() - 2
+        result.began_s = time.perf_counter() - 2
         result.read()
         assert seconds <= session._seconds(result) < (60 if seconds == 2 else 1.001)
 

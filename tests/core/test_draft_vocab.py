@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from backends.weight import unpack
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
+from drafts.residual import spread
 from eagle_draft import EagleDrafter, draft_lm_head
 from files.weights import load_model
 from helpers import (
@@ -115,11 +116,11 @@ def test_columns_tokens_and_spread():
     assert vocab.drafted == 3
     assert vocab.columns(x).tolist() == [[1, 2, 5], [7, 8, 11]]
     assert vocab.tokens(torch.tensor([[2, 0]])).tolist() == [[5, 1]]
-    assert vocab.spread(torch.tensor([[0.5, 0.3, 0.2]])).tolist() == [
+    assert spread(vocab, torch.tensor([[0.5, 0.3, 0.2]])).tolist() == [
         [0, 0.5, pytest.approx(0.3), 0, 0, pytest.approx(0.2)]
     ]
     every = DraftVocab(6)
-    assert every.drafted == 6 and every.columns(x) is every.tokens(x) is every.spread(x) is x
+    assert every.drafted == 6 and every.columns(x) is every.tokens(x) is spread(every, x) is x
 
 
 # ----------------------------------------------------------------------------------------- LM heads

@@ -14,6 +14,7 @@ import torch
 
 from backends.library import has_cpu_operators, single_torch_thread
 from drafts.residual import residual_accept
+from reference import choose
 from run.engine import Engine
 from run.generate import generate, load
 from run.options import GenerateConfig
@@ -47,7 +48,7 @@ def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
     try:
         torch.set_num_threads(3)
         for fused, threads in ((object(), 1), (None, 3)):
-            target = SimpleNamespace(program=fused)
+            target = SimpleNamespace(program=fused, backend=choose(torch.device("cpu")))
             engine = Engine(target, (), 0, config=GenerateConfig())
             assert engine.run_step(None, "", torch.get_num_threads) == threads
     finally:
