@@ -64,7 +64,7 @@ class LazyMatmul(NamedTuple):
 
     x: Tensor  # [..., K]
     squares: Tensor | None  # of `UnnormalizedRows`, by which the result is to be divided
-    packed: Tensor  # the weight, or its codes, and their scales as in backends/weight.py
+    packed: Tensor  # the weight, or its codes, and their scales as in backends/planes.py
     scale: Tensor | None
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:

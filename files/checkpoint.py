@@ -163,7 +163,7 @@ STORED = {"int8": torch.int8, "int4": torch.uint8}
 
 def to_file(format: str, codes: Tensor) -> Tensor:
     """Return the codes of a weight, [N, K] int8, as files hold them."""
-    if format == "int8":
+    if format != "int4":
         return codes
     nibbles = codes.view(torch.uint8) & 15
     return nibbles[:, ::2] | nibbles[:, 1::2] << 4
@@ -171,7 +171,7 @@ def to_file(format: str, codes: Tensor) -> Tensor:
 
 def from_file(format: str, stored: Tensor) -> Tensor:
     """Return the codes of a weight that files hold, the inverse of `to_file`."""
-    if format == "int8":
+    if format != "int4":
         return stored
     nibbles = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
     return ((nibbles ^ 8).to(torch.int8) - 8).contiguous()  # the sign of four bits
@@ -182,7 +182,7 @@ def stored_shapes(
 ) -> tuple[torch.Size, torch.Size, torch.dtype]:
     """Return the shapes of a weight's codes and scales in a file, and the dtype of scales."""
     N, K = shape
-    codes = torch.Size((N, K if quant.format == "int8" else K // 2))
+    codes = torch.Size((N, K // 2 if quant.format == "int4" else K))
     if not quant.group_size:
         return codes, shape[:1], torch.float32
     return codes, torch.Size((N, K // quant.group_size)), torch.bfloat16

@@ -24,7 +24,7 @@ namespace matmul {
 namespace {
 
 constexpr int64_t GRAIN = 1 << 16;  // multiply-adds (and bytes) that pay for a thread's wake-up
-// as in backends/weight.py
+// as in quantize.py
 constexpr float OUTLIER = 4;  // root mean squares of the row above which a magnitude sets no scale
 constexpr float FARTHEST = 128;  // an outlier's code is at most this many times 127
 constexpr float FARTHEST_OF_SUPER = 32;  // beside integer scales: sums of a block fit 32 bits

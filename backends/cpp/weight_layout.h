@@ -22,7 +22,7 @@
 //   SUPER   d, and dmin if there are minima, in float16; then for every group a byte each: the
 //           scale is d times the first, the minimum -dmin times the second (GGUF's K types)
 //
-// A new layout is a row of LAYOUTS, one with the same id in backends/weight.py, and a function that
+// A new layout is a row of LAYOUTS, one with the same id in backends/strips.py, and a function that
 // packs it: in layout.py, or in blocks.cpp for a type of GGUF. matmul.cpp multiplies with it
 // unchanged if its header is one of these, and `is_served` allows its codes and groups.
 #pragma once
@@ -69,7 +69,7 @@ constexpr Layout super(int64_t id, int bits, int64_t group, int32_t offset, bool
   return {id, bits, Header::SUPER, group, 256, offset, header_bytes, has_least, file_bytes};
 }
 
-// The ids below 100 are GGUF's; backends/weight.py has the same.
+// The ids below 100 are GGUF's; backends/strips.py has the same.
 constexpr Layout LAYOUTS[] = {
     {30, 16, Header::ROWS, 1, 1, 0, 0, false, 0},              // BF16
     in_groups(100, 4, Header::BF16, 8),                        // INT4
@@ -141,7 +141,7 @@ inline int64_t part_bytes(const Layout& layout, int64_t n, int64_t k) {
 }
 
 // The weight of a linear layer, or of the experts in a stack of them. Its outputs are parts, one
-// below the other, each of one layout. backends/weight.py makes both tensors:
+// below the other, each of one layout. backends/strips.py makes both tensors:
 //   data   [bytes] uint8, or [experts, bytes]; without a table [n, k] or [experts, n, k] bfloat16
 //   table  [3 + 4 parts] int64: n, k, bytes; then for each part the id of its layout, its outputs,
 //          the k of a scale or 0 (see `layout_of`), and its first byte

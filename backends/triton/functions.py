@@ -4,7 +4,7 @@ Each kernel is an operator of its own, so that steps around it compile with `ful
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
 The kernels are in noise.py, topk.py, tree.py, ngram.py, compact.py, norm.py and rotary.py here;
-the operators of linear layers in linear.py, experts.py, weight.py and epilogues.py, one folder up.
+the operators of linear layers in linear.py, experts.py, planes.py and epilogues.py, one folder up.
 What is not here runs in plain PyTorch, which the compiler fuses.
 """
 
