@@ -548,7 +548,7 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
     ],
 )
 def test_trees_by_device(monkeypatch, device, quant, dtype, tiles, nodes, children):
-    monkeypatch.setattr("draft_tree.tiles_in_use", lambda: tiles)
+    monkeypatch.setattr("backends.library.tiles_in_use", lambda: tiles)
     config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype=dtype)
     for draft in ("", "eagle+ngram"):
         tree = replace(config, draft=draft).draft_tree
