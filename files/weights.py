@@ -1,11 +1,8 @@
 """Load the weights of a checkpoint into a model.
 
-1. `weight_names` maps each of our parameters to the Hugging Face tensors that it is made of. Some
-   of ours are several of theirs, one below the other: `wqkv` is q, k and v; the experts of a layer
-   are one stack.
-2. `load_weights` fills a model made on the meta device, one parameter at a time. It can quantize
-   the weights of linear layers on the way. An error names every weight that is missing, unexpected
-   or of the wrong shape.
+`load_weights` of quantize.py fills a model made on the meta device, one parameter at a time, by
+`model.weight_names`. Here is its loader for all that files hold. An error names every weight that
+is missing, unexpected or of the wrong shape.
 
 The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a
 stand-in. Not here: the use of a weight (model.py), number formats (quantize.py), reading and

@@ -39,7 +39,6 @@ from drafters import DraftMethod
 from files.checkpoint import Codes, TensorSource, saved_quantization, scale_name
 from files.config import open_source, read_config
 from model import ModelConfig, Transformer
-from models.steps import WindowAttend
 from quantize import Quantization, fit_group
 from reference import Backend
 from run.rank import Rank, this_rank
@@ -139,7 +138,7 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         if isinstance(step, Project):
             names = config.names[f"experts.{step.name}" if step.experts else step.name]
             dims |= {name.rpartition(".")[2]: int(step.row_parallel) for name in names}
-        elif isinstance(step, WindowAttend) and step.sinks:
+        elif "sinks.weight" in step.parameters():
             dims |= {name.rpartition(".")[2]: 0 for name in config.names["sinks"]}
     return dims
 

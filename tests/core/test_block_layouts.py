@@ -42,15 +42,7 @@ from drafts.block_draft import SparkDrafter, load_head
 from drafts.parallel_eagle import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
 from files.rounding import quantize_directory
-from helpers import (
-    GOLDEN,
-    PROMPTS,
-    compiled_as_on_cuda,
-    decode,
-    engine_for,
-    golden_target,
-    slow,
-)
+from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target, slow
 from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from tiny_models import Kind, write

@@ -21,13 +21,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_gguf import (
-    BPE_METADATA,
-    NAN,
-    gguf_tensors,
-    hf_model,
-    metadata_of,
-)
+from test_gguf import BPE_METADATA, NAN, gguf_tensors, hf_model, metadata_of
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
