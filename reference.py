@@ -822,8 +822,7 @@ def head_program(head: nn.Module, embedding: nn.Module) -> Any:
 
 # what attention reads in every layer, made once a step; None: it reads masks
 path_table = None
-runs_passes = False
-merges_steps = False
+merges_steps = False  # whether neighbouring steps are one launch
 
 
 # ------------------------------------------------------------------------------------- the backend
@@ -837,7 +836,7 @@ DEFINED = (
     ("linear", "matmul", "router_logits"),
     ("route", "experts_linear", "experts_matmul", "experts_bias"),
     ("single_thread", "device_time", "why_not_compiled", "model_program", "head_program"),
-    ("runs_passes", "merges_steps"),
+    ("merges_steps",),
 )
 
 
