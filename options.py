@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ HOMES = {
     "drafters": "drafts",
     "extension": "drafts",
     "program": "run",
+    "step": "models",
+    "config": "models",
+    "machine": "backends",
+    "ranks": "run",
 }
 NOTES = logging.getLogger("gpt_eagle")
 ROOT = Path(__file__).resolve().parent
@@ -45,6 +50,14 @@ MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fi
 
 
 # ---------------------------------------------------------------------- what the folders add
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made or fetched again. It may not exist.
+
+    Raises: RuntimeError without a home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 
 
 def below_root(name: str) -> str:
@@ -87,6 +100,19 @@ def load_part(kind: str, name: str) -> Any:
     module, _, attribute = added()[kind][name].partition(":")
     part = load_module(module)
     return getattr(part, attribute) if attribute else part
+
+
+def part_or(kind: str, name: str, otherwise: Any) -> Any:
+    """Return a part, or `otherwise` where no folder that is present adds it."""
+    return load_part(kind, name) if has_part(kind, name) else otherwise
+
+
+def missing_note() -> str:
+    """Return what to say of an unknown option or choice: the folders that may have it."""
+    gone = [f"{name}/" for name in FOLDERS if name not in present()]
+    plural = "folders" if len(gone) > 1 else "folder"
+    verb = "are" if len(gone) > 1 else "is"
+    return f"; the {plural} {', '.join(gone)}, which may have it, {verb} not here" if gone else ""
 
 
 def run_program(name: str) -> None:
@@ -208,7 +234,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports an error on one line, without the usage block."""
 
     def error(self, message: str) -> NoReturn:
-        fail(self.prog, f"{message}; see --help")
+        fail(self.prog, f"{message}{missing_note()}; see --help")
 
 
 def read_options(argv: list[str] | None = None) -> Options:

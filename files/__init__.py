@@ -6,5 +6,6 @@ Hugging Face directories in safetensors and heads in the official layouts.
 NEEDS = ()
 ADDS = {
     "reader": {"loader": "files.weights:CheckpointLoader", "head": "files.heads:read_source"},
+    "folder": {"lock": "files.io:folder_lock"},
     "rope": {"yarn": "files.ropes:yarn", "proportional": "files.ropes:proportional"},
 }

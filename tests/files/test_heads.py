@@ -19,7 +19,6 @@ from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.stand_in import head_config
 from eagle_draft import EagleDrafter, head_names, load_head
-from files.config import resolve_draft
 from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
@@ -27,6 +26,7 @@ from kv_cache import KVCache, causal_window
 from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
+from run.resolved import resolve_draft
 from run.session import Session
 from tiny_models import refused
 
