@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PREFIX = __name__.removesuffix("options")  # "" in a clone, "gpt_eagle." where installed
 FOLDERS = ("backends", "models", "files", "drafts", "run", "server")
+WITH_OPTIONS = ("files", "run", "drafts")  # whose options the flat command lacks
 # a kind of part -> the folder that has the parts which the flat files lack
 HOMES = {
     "backend": "backends",
@@ -41,6 +42,7 @@ HOMES = {
     "config": "models",
     "machine": "backends",
     "ranks": "run",
+    "server": "server",
 }
 NOTES = logging.getLogger("gpt_eagle")
 ROOT = Path(__file__).resolve().parent
@@ -107,12 +109,12 @@ def part_or(kind: str, name: str, otherwise: Any) -> Any:
     return load_part(kind, name) if has_part(kind, name) else otherwise
 
 
-def missing_note() -> str:
-    """Return what to say of an unknown option or choice: the folders that may have it."""
-    gone = [f"{name}/" for name in FOLDERS if name not in present()]
-    plural = "folders" if len(gone) > 1 else "folder"
-    verb = "are" if len(gone) > 1 else "is"
-    return f"; the {plural} {', '.join(gone)}, which may have it, {verb} not here" if gone else ""
+def refuse_words(program: str, message: str) -> NoReturn:
+    """End the program on a mistake in its options, which a missing folder may explain."""
+    gone = [f"{name}/" for name in FOLDERS if name in WITH_OPTIONS and name not in present()]
+    if gone and message.startswith(("unrecognized", "argument --draft", "argument --tree")):
+        message += f"; more are in the folder {', '.join(gone)}: restore what is missing"
+    fail(program, f"{message}; see --help")
 
 
 def run_program(name: str) -> None:
@@ -234,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports an error on one line, without the usage block."""
 
     def error(self, message: str) -> NoReturn:
-        fail(self.prog, f"{message}{missing_note()}; see --help")
+        refuse_words(self.prog, message)
 
 
 def read_options(argv: list[str] | None = None) -> Options:

@@ -189,7 +189,7 @@ class PartNorm(Norm):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         described = super().for_cpp(layer)
-        return described._replace(op="part_norm", counts=(self.part, self.parts))
+        return replace_fields(described, op="part_norm", counts=(self.part, self.parts))
 
 
 # ------------------------------------------------------------------------ projections and attention

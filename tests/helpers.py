@@ -51,6 +51,7 @@ from run.engine import Engine
 from run.load import accept_rule
 from run.options import GenerateConfig, Sampling
 from run.session import Session
+from runtime import compiled_by_layer
 from sampling import SamplingMode, SamplingTensors
 from scripts.train import training
 from steps import Rows
@@ -172,7 +173,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
     cycles = tuple(
-        tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
+        tuple(compiled_by_layer(Cycle(engine, preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
     )
     return replace(engine, cycles=cycles, captured=True, free=[])
