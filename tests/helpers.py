@@ -32,6 +32,7 @@ import backends.linear
 import backends.triton.layout
 import backends.weight
 import sampling
+from backends.blocks import Blocks, Numbers, planes_of_blocks
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of
@@ -42,7 +43,6 @@ from drafts.autosize import AutoTrees
 from drafts.residual import sample_children
 from drafts.shaping import Shaping
 from eagle_draft import EagleHead, load_head
-from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
 from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
 from quantize import FORMATS, Linear, Weight, stack

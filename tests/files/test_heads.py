@@ -20,7 +20,7 @@ from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.stand_in import head_config
 from eagle_draft import EagleDrafter, head_names, load_head, read_official
-from files.config import read_config, resolve_draft
+from files.config import read_config
 from files.heads import read_source
 from files.rounding import quantize_directory
 from files.weights import load_model
@@ -29,6 +29,7 @@ from kv_cache import KVCache, causal_window
 from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
+from run.resolved import resolve_draft
 from run.session import Session
 from tiny_models import refused
 
