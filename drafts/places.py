@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from files.eagle_variants import PartNorm
 from models.steps import GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend
-from steps import Attend, Gate, Norm, PartNorm, Project, Rotate, Route, Step
+from steps import Attend, Gate, Norm, Project, Rotate, Route, Step
 
 GATES = (Gate, GeluGate)
 

@@ -5,6 +5,6 @@ Hugging Face directories in safetensors and heads in the official layouts.
 
 NEEDS = ()
 ADDS = {
-    "reader": {"loader": "files.weights:CheckpointLoader", "head": "files.heads:read_source"},
+    "reader": {"loader": "files.weights:CheckpointLoader", "head": "files.heads:load_head"},
     "rope": {"yarn": "files.ropes:yarn", "proportional": "files.ropes:proportional"},
 }

@@ -14,8 +14,8 @@ import torch
 
 import decode
 from decode import Buffers
-from drafters import DraftMethod
 from options import require
+from run.draft_method import DraftMethod
 from run.guides import GuideSource
 from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig, Sampling

@@ -23,11 +23,12 @@ from backends.library import (
     set_plain,
 )
 from decode import build_cycles
-from drafters import DraftMethod, RootOnly
+from drafters import RootOnly
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, require
 from run import ranks
 from run.cuda import set_cuda_device
+from run.draft_method import DraftMethod
 from run.engine import Engine, cache_dtype
 from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
@@ -367,7 +368,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 def without_draft(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    method = RootOnly().method()
+    method = DraftMethod((RootOnly(),))
     if ranks.this_rank().world_size > 1:
         from run import tp
 

@@ -18,8 +18,9 @@ from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.stand_in import head_config
-from eagle_draft import EagleDrafter, head_names, load_head
+from eagle_draft import EagleDrafter, load_head
 from files.config import resolve_draft
+from files.eagle_variants import head_names
 from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
