@@ -2,6 +2,7 @@
 
 NEEDS = ("files",)
 ADDS = {
+    "operators": {"machine": "run.operators"},
     "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
     "library": {
         "load": "run.load:load",

@@ -35,7 +35,7 @@ import sampling
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of
-from decode import Cycle, build_cycles
+from decode import build_cycles
 from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, TreeDrafter
 from drafts.autosize import AutoTrees
@@ -173,7 +173,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
     cycles = tuple(
-        tuple(Cycle(engine, preset, mode).compiled_by_layer() for preset in engine.presets)
+        tuple(engine.cycle(preset, mode).compiled_by_layer() for preset in engine.presets)
         for mode in SamplingMode
     )
     return replace(engine, cycles=cycles, captured=True, free=[])
