@@ -23,9 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.steps import GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend
-from steps import Attend, Gate, Norm, PartNorm, Project, Rotate, Route, Step
+from files.eagle_variants import PartNorm
+from options import part_or
+from steps import Attend, Gate, Norm, Project, Rotate, Route, Step
 
+# steps of the folder models/; (): it is not here, and no step is one of them
+GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend = (
+    part_or("step", name, ())
+    for name in ("GeluGate", "HeadNorm", "OffsetNorm", "SplitGate", "WindowAttend")
+)
 GATES = (Gate, GeluGate)
 
 # writes a tensor, its first argument, with that of the small model, if there is one

@@ -5,6 +5,7 @@ reference. The draft never changes the output. An impossible head is refused in 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.stand_in import head_config
-from eagle_draft import EagleDrafter, head_names, load_head
-from files.config import resolve_draft
+from eagle_draft import EagleDrafter, load_head, read_official
+from files.config import read_config
+from files.eagle_variants import head_names
+from files.heads import read_source
 from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
@@ -27,6 +30,7 @@ from kv_cache import KVCache, causal_window
 from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
+from run.resolved import resolve_draft
 from run.session import Session
 from tiny_models import refused
 
@@ -557,3 +561,22 @@ def test_keys_without_effect_are_named(name, tmp_path, capsys):
     load_head(head, target() if version == 3 else golden_target())
     note = f"note: {head}: keys of config.json without effect here: {named}"
     assert notes(capsys, tmp_path) == [note] * bool(named)
+
+
+@pytest.mark.parametrize(
+    "head, of_target",
+    [
+        ("head_eagle3", "target_llama31_gqa8"),
+        ("head_eagle12_mha", "target_llama_mha"),
+        ("head_eagle12_mixtral", "target_mixtral"),
+    ],
+)
+def test_the_flat_reader_reads_official_heads_as_the_other_does(head, of_target):
+    config = read_config(GOLDEN / "models" / of_target)
+    path = GOLDEN / "models" / head
+    ours, theirs = (read(path, config) for read in (read_official, read_source))
+    assert ours.config == theirs.config and ours.saved is theirs.saved is None
+    assert (ours.ids is None) == (theirs.ids is None)
+    assert ours.ids is None or torch.equal(ours.ids, theirs.ids)
+    with pytest.raises(ValueError, match="use the head made for this target"):
+        read_official(path, replace(config, vocab_size=config.vocab_size + 1))
