@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import run.resolved
 import runtime
 from backends.library import has_cpu_operators
 from drafts.autosize import Autosizer
@@ -548,7 +547,7 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
     ],
 )
 def test_trees_by_device(monkeypatch, device, quant, dtype, tiles, nodes, children):
-    monkeypatch.setattr("draft_tree.tiles_in_use", lambda: tiles)
+    monkeypatch.setattr("backends.library.tiles_in_use", lambda: tiles)
     config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype=dtype)
     for draft in ("", "eagle+ngram"):
         tree = replace(config, draft=draft).draft_tree
@@ -578,12 +577,12 @@ OF_MODEL = {"draft": "model", "draft_checkpoint": DEMO}
 )  # fmt: skip
 def test_the_format_of_a_draft(monkeypatch, draft, device, target, asked, form, wide):
     """A head or a draft model beside a target in 16 bits, and one in 32, where C++ multiplies."""
-    monkeypatch.setattr(run.resolved, "has_cpu_operators", lambda family: True)
+    monkeypatch.setattr("run.resolved.has_cpu_operators", lambda family: True)
     options = {"checkpoint": DEMO, "device": device, "quant": target, "quant_draft": asked}
     for dtype, want in (("bfloat16", form), ("float32", wide)):
         config = GenerateConfig(**options, **draft, dtype=dtype)
         assert resolve_draft(config, Path(DEMO)).quant_draft == want
-    monkeypatch.setattr(run.resolved, "has_cpu_operators", lambda family: False)
+    monkeypatch.setattr("run.resolved.has_cpu_operators", lambda family: False)
     if device == "cpu" and target == "none":
         slow_here = GenerateConfig(**options, **draft, dtype="bfloat16")
         assert resolve_draft(slow_here, Path(DEMO)).quant_draft == "none"
