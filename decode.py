@@ -37,7 +37,6 @@ from reference import choose, use_backend
 from runtime import (
     HostCopy,
     Replay,
-    StepClock,
     compiled_by_layer,
     copy_into,
     replace_fields,
@@ -48,7 +47,6 @@ from sampling import SamplingMode, SamplingTensors
 PREFILL_CHUNK = 256  # tokens per prefill pass
 PREFILL_WIDTHS = (64, PREFILL_CHUNK)  # captured prefill passes are padded to one of these
 REPORT = ("count", "length", "done", "pos")  # columns of a cycle's report, behind its tokens
-TIMES = ("began", "drafted", "verified", "ended")  # then (ns)
 
 
 class DecodeState(NamedTuple):
@@ -143,6 +141,10 @@ class Engine:
         """Make the parameters of B sequences, all of one seed, as samples 0 of prompts 0."""
         return SamplingTensors.from_params(each, self.device, seed, self.shaping)
 
+    def cycle(self, drafter: Drafter, mode: SamplingMode) -> Cycle:
+        """Make a cycle of a preset."""
+        return Cycle(self, drafter, mode)
+
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step over the buffers; where cycles are captured, it is captured, and replayed.
 
@@ -175,7 +177,7 @@ def build_cycles(engine: Engine) -> Engine:
     ends = torch.tensor([-1, *eos_ids], device=engine.device)
     engine = replace(engine, ends=ends, captured=captured, free=[])
     cycles = tuple(
-        tuple(Cycle(engine, preset, mode) for preset in engine.presets) for mode in SamplingMode
+        tuple(engine.cycle(preset, mode) for preset in engine.presets) for mode in SamplingMode
     )
     if captured and engine.compile is True:
         cycles = tuple(tuple(map(compiled_by_layer, each)) for each in cycles)
@@ -206,16 +208,13 @@ class Cycle:
     def __call__(
         self, cache: KVCache, state: DecodeState
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Run the three steps, timed. Writes: both caches, state.tokens; the state, if in place.
+        """Run the three steps. Writes: both caches, state.tokens; the state, if in place.
 
-        Returns: the state, what the drafter has read, and the report for the host, [B, D+9] int64.
+        Returns: the state, what the drafter has read, and the report for the host, [B, D+5] int64.
         """
-        clock = StepClock(self.backend.device_time, state.pos.device)
-        draft, verify, extend = clock.timed(self.draft, self.verify, self.extend)
-        tree, noise = draft(cache, state)
-        state, update, report = verify(cache, state, tree, noise)
-        state = extend(state, update)
-        return state, update, self.backend.with_times(report, clock.times)
+        tree, noise = self.draft(cache, state)
+        state, update, report = self.verify(cache, state, tree, noise)
+        return self.extend(state, update), update, report
 
     def write_back(self, state: DecodeState, new: DecodeState) -> DecodeState:
         """Return the new state. Writes: the old one, if in place."""
@@ -369,12 +368,13 @@ class CycleResult:
     length: list[int]  # accepted nodes
     done: list[int]  # 1: the sequence is finished; 2, 3: numbers on the path are not finite
     pos: list[int]  # index of the root that was verified
-    times: dict[str, int]  # before, between and after the steps (ns), by `TIMES`
     live: list[int]  # the sequences that decoded
     taken: dict[int, list[int]]  # their new tokens, of those whose numbers are finite
 
+    columns = len(REPORT)  # of the report behind its tokens
+
     def __init__(self, report: Tensor, preset: int, update: DrafterUpdate, first: int = 0):
-        """Begin to copy the report, [B, D+9] int64: D+1 tokens, the columns REPORT and TIMES.
+        """Begin to copy the report, int64: D+1 tokens, and the columns REPORT.
 
         update: what the drafter has read
         first: the first sequence that ran; those before it have zeros
@@ -386,13 +386,12 @@ class CycleResult:
 
     def read(self) -> None:
         """Wait for the copy. Writes: the fields."""
-        (report,) = self.copy.read()
-        width = len(report[0]) - len(REPORT) - len(TIMES)  # D+1
-        self.times = dict(zip(TIMES, report[0][width + len(REPORT) :], strict=True))
-        report = [[0] * len(report[0])] * self.first + report
-        self.emitted = [row[:width] for row in report]
+        (rows,) = self.copy.read()
+        width = len(rows[0]) - self.columns  # D+1
+        self.rows = [[0] * len(rows[0])] * self.first + rows
+        self.emitted = [row[:width] for row in self.rows]
         for column, name in enumerate(REPORT, width):
-            setattr(self, name, [row[column] for row in report])
+            setattr(self, name, [row[column] for row in self.rows])
 
 
 class Buffers:
@@ -432,6 +431,8 @@ class Loop:
     Its last methods are for subclasses: `pick_preset` runs before every step, `after_cycle` behind
     every cycle, `finished` when a turn ends.
     """
+
+    result_type = CycleResult
 
     def __init__(self, engine: Engine):
         """Take buffers of a loop that was closed, or make them."""
@@ -540,7 +541,7 @@ class Loop:
             return outcome
 
         update, report = self.engine.run_step(buffers, key, body)
-        return CycleResult(report, preset, update, first)
+        return self.result_type(report, preset, update, first)
 
     def _read(self, result: CycleResult, new: list[list[int]]) -> None:
         """Read a cycle. Writes: its tokens, to `new`; live."""

@@ -5,17 +5,16 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
-A way to draft (`DraftMethod`) may come in presets: drafters of trees of different sizes over one
-state, each compiled. The host picks one before every cycle; a wrong pick costs only time.
-To add one: subclass a drafter, write a `load_method` that returns its `method()`, and add its
-module to `DRAFTERS` (drafts/methods.py).
+Drafters of trees of different sizes over one state are presets. The host picks one before every
+cycle; a wrong pick costs only time.
+To add a drafter: subclass one, write a `load_method` that returns its `DraftMethod`
+(run/draft_method.py), and add its module to `DRAFTERS` (drafts/methods.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,10 +63,6 @@ class Drafter:
     layers: nn.ModuleList | None = None  # its transformer layers
     backend: Backend = TORCH  # as the target's
 
-    def method(self) -> DraftMethod:
-        """Return the way to draft with this drafter."""
-        return DraftMethod((self,))
-
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend. Writes: `backend`, also of modules and drafters in it."""
         self.backend = backend
@@ -107,21 +102,6 @@ class RootOnly(Drafter):
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         return self.backend.root_tree(inputs.text)
-
-
-@dataclass(frozen=True)
-class DraftMethod:
-    """A way to draft, as its module's `load_method` returns it."""
-
-    presets: tuple[Drafter, ...]  # which share a state, smallest tree first
-    # the options that were used, under their names, for the record
-    resolved: dict[str, Any] = field(default_factory=dict)
-    pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
-
-
-def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
-    """Return `--draft none`."""
-    return RootOnly().method()
 
 
 # ------------------------------------------------------------------------------------ grown trees

@@ -7,7 +7,8 @@
 2. `extend` runs the head over confirmed tokens; they alone are in the cache below `length`. The
    last output is kept: it is the root's prediction.
 3. The tree grows on predicted features (`TreeDrafter`), in scratch slots above the length.
-4. Files are in the official layout; files/heads.py reads all others.
+4. Files are in the official layout. Heads of other layouts are subclasses
+   (files/eagle_variants.py), which files/heads.py reads.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858), EAGLE-3 (arXiv 2503.01840).
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, TreeDrafter
 from kv_cache import KVCache, Window, causal_window
 from model import (
     Layer,
@@ -37,13 +38,11 @@ from model import (
 )
 from options import has_part, load_part, require
 from quantize import (
-    FORMATS,
     Linear,
     Quantization,
     Storage,
     TensorSource,
     WeightFiles,
-    fit_group,
     load_weights,
 )
 from reference import TORCH, Backend, use_backend
@@ -53,7 +52,6 @@ from steps import (
     Columns,
     Copy,
     Norm,
-    PartNorm,
     Project,
     RMSNorm,
     Rows,
@@ -63,26 +61,14 @@ from steps import (
     to_stream_dtype,
 )
 
-MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
-
 
 @dataclass(frozen=True)
 class Eagle3:
     """The parts of a head of version 3 besides its layers. Source: EAGLE-3 (arXiv 2503.01840)."""
 
-    # ascending layers of the target whose inputs `fc` fuses; none: it takes the features, no fc
-    aux_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]  # ascending layers of the target whose inputs `fc` fuses
     target_dim: int  # their width
     draft_vocab: int  # Vd, tokens that it drafts
-    norm_before_fc: bool = False  # a norm over all that fc fuses
-    fc_norm: bool = False  # a norm over each of them
-    norm_before_residual: bool = False  # the residual stream begins with the normed hidden state
-    # "logits": the last norm is for the logits only; "fed": also for the hidden state that is fed
-    # back; "none": there is no last norm
-    last_norm: str = "logits"
-    embedding: str = ""  # the tensor of its own embedding; "": the target's
-    lm_head: str = "lm_head.weight"  # of its own LM head; "": the target's
-    mask_token: int | None = None  # P-EAGLE: the token of the levels below the first
 
 
 @dataclass(frozen=True)
@@ -103,6 +89,9 @@ class EagleHead(nn.Module):
     embedding and feature by fc, side by side.
     """
 
+    # its modules beside the layers -> the official ones; the official prefix of the first layer
+    official: dict[str, str] = {"fc": "fc"}
+    first_prefix = "layers.0."
     aux_layers: tuple[int, ...] = ()  # see `Drafter`
     quant: Quantization | None = None  # the format of its weights
     program: Any = None  # its passes: `HeadPasses`, or a backend's in their place
@@ -138,6 +127,18 @@ class EagleHead(nn.Module):
     def first_layer(self, steps: list[Step]) -> list[Step]:
         """Return the steps of the first layer, from a model's: it begins without a norm."""
         return steps[1:]
+
+    def weight_names(self) -> dict[str, tuple[str, ...]]:
+        """Return our parameter's name -> the official head's tensors."""
+        names = {}
+        for name, _ in self.named_parameters():
+            module, _, kind = name.rpartition(".")
+            if module in self.official:
+                names[name] = (f"{self.official[module]}.{kind}",)
+        for i, layer in enumerate(self.layers):
+            theirs = f"layers.{i}." if i else self.first_prefix
+            names |= layer_names(f"layers.{i}.", theirs, layer.steps, self.config.model.names)
+        return names
 
     def project(self, features: Tensor) -> Tensor:
         """Turn the target's features into inputs of `forward`: [B, T, (1 + aux) F] -> [B, T, F]."""
@@ -177,47 +178,37 @@ class EagleHead(nn.Module):
 class Eagle3Head(EagleHead):
     """Version 3: the first attention reads the normed embedding and hidden state side by side."""
 
+    official = {
+        "fc": "fc",
+        "embedding_norm": "midlayer.input_layernorm",
+        "hidden_norm": "midlayer.hidden_norm",
+        "output_norm": "norm",
+        "lm_head": "lm_head",
+    }
+    first_prefix = "midlayer."
+
     def __init__(self, config: EagleConfig):
         super().__init__(config)
         model = config.model
-        eagle3 = config.eagle3
-        self.aux_layers = eagle3.aux_layers
-        if eagle3.last_norm == "logits":
-            self.output_norm = RMSNorm(model.dim, model.norm_eps)
-        if eagle3.embedding:
-            zeros = torch.zeros(model.vocab_size, model.dim)
-            self.embedding = nn.Embedding.from_pretrained(zeros)
-        if eagle3.lm_head:
-            self.lm_head = Linear(model.dim, eagle3.draft_vocab, bias=False, fp32_out=True)
-        if eagle3.mask_token is not None:
-            width = len(eagle3.aux_layers) or 1
-            self.mask_hidden = nn.Parameter(torch.zeros(width * eagle3.target_dim))
+        self.aux_layers = config.eagle3.aux_layers
+        self.output_norm = RMSNorm(model.dim, model.norm_eps)
+        self.lm_head = Linear(model.dim, config.eagle3.draft_vocab, bias=False, fp32_out=True)
 
     def make_steps(self) -> None:
         """Make the lists of version 3. Writes: inputs, first, last."""
         eagle3 = self.config.eagle3
         dim = self.config.model.dim
         eps = self.config.model.norm_eps
-        parts = len(eagle3.aux_layers)
-        width = parts * eagle3.target_dim
+        width = len(eagle3.aux_layers) * eagle3.target_dim
         # the features lie before the aux states, and are not read beside them
-        inputs: list[Step] = [Columns(eagle3.target_dim if parts else 0)]
-        if eagle3.norm_before_fc:
-            inputs.append(Norm("input_norm", width, eps, source="h"))
-        if eagle3.fc_norm:
-            each = [PartNorm(f"fc_norm_{i}", eagle3.target_dim, eps, part=i) for i in range(parts)]
-            inputs += [replace(norm, parts=parts) for norm in each]
-        if parts:
-            inputs.append(Project("fc", width, dim, self.config.fc_bias))
-        self.inputs = tuple(inputs)
+        fc = Project("fc", width, dim, self.config.fc_bias)
+        self.inputs = (Columns(eagle3.target_dim), fc)
         self.first = (
             Norm("hidden_norm", dim, eps, source="features", to="normed"),
-            Copy("normed" if eagle3.norm_before_residual else "features", "stream"),
+            Copy("features", "stream"),
             Norm("embedding_norm", dim, eps, source="embedded"),
             Beside("h", "normed"),
         )
-        if eagle3.last_norm == "fed":
-            self.last = (Norm("norm", dim, eps),)
 
     def first_layer(self, steps: list[Step]) -> list[Step]:
         """Return the steps of the first layer: its projection reads two rows side by side."""
@@ -343,25 +334,13 @@ class EagleDrafter(TreeDrafter):
 # --------------------------------------------------------------------------------------- its files
 
 
-class HeadSource(NamedTuple):
-    """What a reader finds in the files of a head."""
+def read_official(files: WeightFiles, target: ModelConfig) -> EagleHead:
+    """Make a head by files in the official layout (SafeAILab), on the meta device.
 
-    tensors: TensorSource  # under the names of the official layout
-    config: EagleConfig
-    ids: Tensor | None = None  # [Vd] int64, the tokens that it drafts, ascending; None: all
-    saved: Quantization | None = None  # of codes in the files
-
-
-def read_official(
-    path: Path, target: ModelConfig, form: str = "", source: TensorSource | None = None
-) -> HeadSource:
-    """Read a head in the official layout (SafeAILab), and check that it fits its target.
-
-    form: the number format that is asked for; source: tensors that replace the files
     Raises: ValueError for another layout, or a head of another target.
     """
-    files = source or WeightFiles(path)
     raw = files.config
+    path = files.path
     names = files.readers
     is_3 = "midlayer.hidden_norm.weight" in names
     known = "known are EAGLE-1, 2 and 3 as SafeAILab wrote them; restore the folder files/"
@@ -380,117 +359,42 @@ def read_official(
     require(width == theirs, f"{fault}{theirs}; use the head made for this target")
     config = EagleConfig(model, raw.get("bias", True), raw.get("draft_sharpness", 1.0))
     if not is_3:
-        return HeadSource(files, config)
-    own = ("embed_tokens.weight", "lm_head.weight")
-    embedding, lm_head = (name if name in names else "" for name in own)
-    layers = target.n_layers
+        with torch.device("meta"):
+            return EagleHead(config)
     count = raw.get("draft_vocab_size") or model.vocab_size
-    aux_layers = (2, layers // 2, layers - 3)
-    eagle3 = Eagle3(aux_layers, width[0], count, embedding=embedding, lm_head=lm_head)
-    config = replace(config, fc_bias="fc.bias" in names, eagle3=eagle3)
-    if count == model.vocab_size:
-        return HeadSource(files, config)
-    ids = torch.arange(count) + files.read("d2t").long()
-    require(bool((ids.diff() > 0).all()), f"{path}: d2t must ascend; restore the folder files/")
-    return HeadSource(files, config, ids)
+    aux_layers = (2, target.n_layers // 2, target.n_layers - 3)
+    eagle3 = Eagle3(aux_layers, width[0], count)
+    with torch.device("meta"):
+        head = Eagle3Head(replace(config, fc_bias="fc.bias" in names, eagle3=eagle3))
+    if count < model.vocab_size:
+        ids = torch.arange(count) + files.read("d2t").long()
+        require(bool((ids.diff() > 0).all()), f"{path}: d2t must ascend; restore the folder files/")
+        head.vocab = DraftVocab(model.vocab_size, ids)
+    return head
 
 
-def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
-    """Return our parameter's name -> the official head's tensors."""
-    eagle3 = config.eagle3
-    names = {}
-    if eagle3 is None or eagle3.aux_layers:
-        names["fc.weight"] = ("fc.weight",)
-        if config.fc_bias:
-            names["fc.bias"] = ("fc.bias",)
-    for i in range(config.model.n_layers):
-        theirs = "midlayer." if eagle3 and i == 0 else f"layers.{i}."
-        steps = config.model.layer(i)[i == 0 :]  # the first layer has no norm before its attention
-        names |= layer_names(f"layers.{i}.", theirs, steps, config.model.names)
-    if eagle3 is None:
-        return names
-    norms = {"embedding_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm"}
-    if eagle3.last_norm != "none":
-        norms["norm" if eagle3.last_norm == "fed" else "output_norm"] = "norm"
-    if eagle3.norm_before_fc:
-        norms["input_norm"] = "input_norm"
-    if eagle3.fc_norm:
-        norms |= {f"fc_norm_{i}": f"fc_norm.{i}" for i in range(len(eagle3.aux_layers))}
-    names |= {f"{ours}.weight": (f"{theirs}.weight",) for ours, theirs in norms.items()}
-    if eagle3.embedding:
-        names["embedding.weight"] = (eagle3.embedding,)
-    if eagle3.lm_head:
-        names["lm_head.weight"] = (eagle3.lm_head,)
-    if eagle3.mask_token is not None:
-        names[MASK] = (MASK,)
-    return names
-
-
-def is_unused(name: str, config: EagleConfig) -> bool:
+def is_unused(name: str) -> bool:
     """Return whether a head's tensor may stay unused.
 
-    Official files of versions 1 and 2 repeat the target's embedding. `t2d` lists the tokens that
-    `d2t` reaches. Speculators may hold the norm and the LM head of their target.
+    Official files repeat the target's embedding. `t2d` lists the tokens that `d2t` reaches.
     """
-    endings = ("d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
-    if config.eagle3:
-        endings += ("verifier_norm.weight", "verifier_lm_head.weight")
-    return name.endswith(endings)
-
-
-def draft_lm_head(
-    model: nn.Module, quant: Quantization | None, ids: Tensor | None = None
-) -> nn.Module:
-    """Return a model's LM head, or a copy in the draft's format or with some tokens' rows only.
-
-    ids: [Vd] int64, the tokens to keep; None: all
-    """
-    # first, since rows are rounded one by one: their codes are the same, and fewer are computed
-    own = model.lm_head
-    if ids is not None:
-        own = own.rows(ids)
-    if quant is None or quant.is_blocks:  # blocks are a file's own
-        return own
-    if own.format == quant.format:
-        fits = own.format == "int8" or own.group_size == (quant.group_size or own.group_size)
-        if fits:
-            return own
-    quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
-    weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
-    return Linear.of(weight, fp32_out=True, backend=own.backend)
-
-
-def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
-    """Return whether a head's embedding repeats the target's, packed or not."""
-    parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
-    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
-    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
+    return name.endswith(("d2t", "t2d", "embed_tokens.weight", "rotary_emb.inv_freq"))
 
 
 def load_head(
-    path: Path,
-    target: Transformer,
-    quant: Quantization | None = None,
-    source: TensorSource | None = None,
-    form: str = "",
+    path: Path, target: Transformer, quant: Quantization | None = None, **options: Any
 ) -> EagleHead:
     """Load a head for `target`, in the target's dtype and on its device.
 
     quant: quantize while loading, unless the files are quantized already
-    source: tensors that replace the files
-    form: the number format of a draft; codes of another one are read as their numbers
+    options: of `files.heads.load_head`, which reads all layouts, where it is there
     Raises: ValueError for a head of another target, or broken files.
     """
-    read = load_part("reader", "head") if has_part("reader", "head") else read_official
-    files, config, ids, saved = read(path, target.config, form, source)
-    with torch.device("meta"):
-        head = Eagle3Head(config) if config.eagle3 else EagleHead(config)
-    if ids is not None:
-        head.vocab = DraftVocab(config.model.vocab_size, ids.to(target.norm.weight.device))
-    names = head_names(config)
-    fill(head, target, files, names, saved or quant, lambda name: is_unused(name, config))
-    if head.embedding is not None and is_same_embedding(head.embedding, target):
-        head.embedding = None  # one copy is enough
+    if has_part("reader", "head"):
+        return load_part("reader", "head")(path, target, quant, **options)
+    files = WeightFiles(path)
+    head = read_official(files, target.config)
+    fill(head, target, files, head.weight_names(), quant, is_unused)
     return head
 
 
@@ -510,38 +414,8 @@ def fill(
     weight = target.norm.weight
     storage = Storage(weight.dtype, str(weight.device), quant)
     load_weights(head, files, names, storage, unused)
+    if head.vocab:
+        head.vocab = DraftVocab(head.vocab.size, head.vocab.ids.to(weight.device))
     head.quant = quant
     head.ropes = RotaryEmbeddings(head.config.model.ropes, weight.device)
     use_backend(head.eval(), target.backend)
-
-
-def load_drafter(
-    target: Transformer,
-    path: str | Path,
-    tree: DynamicTree | StaticTree,
-    form: str = "none",
-    group_size: int = 0,
-    source: TensorSource | None = None,
-    **options: Any,
-) -> EagleDrafter:
-    """Load a head and its drafter. Raises: ValueError for a head or a tree that does not fit.
-
-    form, group_size: the number format, and the inputs that share a scale
-    source: tensors that replace the head's files; options: as for `TreeDrafter`
-    """
-    head = load_head(Path(path), target, Quantization.of(form, group_size), source, form)
-    if head.lm_head:  # it has no rows for other tokens
-        lm_head = draft_lm_head(head, head.quant)
-    else:
-        lm_head = draft_lm_head(target, head.quant, head.vocab.ids if head.vocab else None)
-    kind = EagleDrafter
-    if head.config.eagle3 and head.config.eagle3.mask_token is not None:
-        kind = load_part("extension", "parallel eagle")
-    return kind(head, target, tree, lm_head, **options)
-
-
-def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
-    """Load `--draft eagle`, as `load_drafter`. config: the options. Raises: ValueError."""
-    form = (config.quant_draft, config.group_size)
-    options = {"children": config.child_rule}
-    return load_drafter(target, config.head, config.draft_tree, *form, **options).method()

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer as TokenizersFile
 from decode import CycleResult, Engine, Loop, build_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree, read_tree
 from drafters import Drafter, RootOnly
-from eagle_draft import load_drafter
+from eagle_draft import EagleDrafter, load_head
 from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
 from options import Sampling, part_or, require
 from quantize import Quantization, Storage, WeightFiles, load_weights
@@ -134,7 +134,8 @@ def load_engine(options: Options) -> Engine:
     drafter: Drafter = RootOnly()
     if options.draft == "eagle" or (not options.draft and Path(head).is_dir()):
         tree = tree_of(options, device.type == "cuda")
-        drafter = load_drafter(target, head, tree, options.quant)
+        quant = Quantization.of(options.quant, 0)
+        drafter = EagleDrafter(load_head(Path(head), target, quant), target, tree)
     engine = Engine(
         target,
         (drafter,),

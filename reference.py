@@ -14,9 +14,7 @@ operations around them. They run with --plain, and where the folder is missing.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -465,15 +463,9 @@ def advance(
 def pack_report(emitted: Tensor, facts: Sequence[Tensor]) -> Tensor:
     """Pack the tokens and facts of a cycle, for one copy to the host: [B, D+1 + facts] int64.
 
-    emitted: [B, D+1]; facts: [B] each, in the order of the columns (`observer.REPORT`)
+    emitted: [B, D+1]; facts: [B] each, in the order of the columns
     """
     return torch.cat((emitted, torch.stack([fact.long() for fact in facts], 1)), 1)
-
-
-def with_times(report: Tensor, times: list[Any]) -> Tensor:
-    """Append the four times of a `runtime.StepClock`, [B, D+9] int64."""
-    columns = [torch.as_tensor(time).expand(len(report), 1) for time in times]
-    return torch.cat((report, *columns), 1)
 
 
 def place_tokens(
@@ -786,28 +778,7 @@ def experts_matmul(x: Tensor, weight: Any, routing: Tensor) -> Tensor:
     return matmul(x, weight, routing=routing)
 
 
-# ------------------------------------------------------------------------------------- the machine
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Leave the cores to a backend's own threads, if it has any: here it has none."""
-    yield
-
-
-def device_time(device: torch.device) -> Tensor | int:
-    """Read the clock in ns, after the work that was launched; only differences count.
-
-    A number of the host's clock; on CUDA, where a step that is captured cannot read that, 0.
-    """
-    if device.type == "cuda":
-        return torch.zeros((), dtype=torch.int64, device=device)
-    return time.perf_counter_ns()
-
-
-def why_not_compiled(device: torch.device) -> str:
-    """Return why nothing makes steps of this device faster, or "". On CUDA torch.compile does."""
-    return "" if device.type == "cuda" else "it needs the CPU operators"
+# ------------------------------------------------------------------------------------ whole passes
 
 
 def model_program(model: nn.Module) -> Any:
@@ -822,8 +793,7 @@ def head_program(head: nn.Module, embedding: nn.Module) -> Any:
 
 # what attention reads in every layer, made once a step; None: it reads masks
 path_table = None
-runs_passes = False
-merges_steps = False
+merges_steps = False  # whether neighbouring steps are one launch
 
 
 # ------------------------------------------------------------------------------------- the backend
@@ -831,13 +801,12 @@ merges_steps = False
 DEFINED = (
     ("gumbel", "cut", "best", "topk"),
     ("expand_frontier", "select_nodes", "root_tree", "accept"),
-    ("advance", "with_times", "place_tokens", "causal", "compact"),
+    ("advance", "place_tokens", "causal", "compact"),
     ("rms_norm", "swiglu", "rope_angles", "rotary", "rotary_cache"),
     ("attention", "path_table"),
     ("linear", "matmul", "router_logits"),
     ("route", "experts_linear", "experts_matmul", "experts_bias"),
-    ("single_thread", "device_time", "why_not_compiled", "model_program", "head_program"),
-    ("runs_passes", "merges_steps"),
+    ("model_program", "head_program", "merges_steps"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Run steps: compiled, captured as CUDA graphs, timed from inside, their reports copied late.
+"""Run steps: compiled, captured as CUDA graphs, their reports copied late.
 
 1. `compiled` wraps torch.compile for the parts of a decode cycle.
 2. A captured step (`Replay`) reads and writes buffers at fixed addresses, so its body ends by
@@ -7,7 +7,6 @@
 3. `HostCopy` starts a copy into pinned memory after the cycle that was launched, and waits for
    that copy alone, a cycle later. The next replay may overwrite its source: the copy comes first in
    the stream.
-4. `StepClock` reads the time between steps, also inside captured ones.
 
 Elsewhere a `Replay` runs its body, so that the same path is tested without a GPU.
 Trade-off: one graph per preset, instead of conditional nodes inside one: a switch picks a graph.
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -213,25 +211,3 @@ def _guards_of_modes(guards: Sequence[Any]) -> list[bool]:
     sizes of its arguments anyway.
     """
     return [guard.guard_type == "GLOBAL_STATE" for guard in guards]
-
-
-# -------------------------------------------------------------------------------------------- clock
-
-
-class StepClock:
-    """Reads the time after each step of a cycle, by a clock of its device."""
-
-    def __init__(self, device_time: Callable[[torch.device], Any], device: torch.device):
-        """device_time: of a backend"""
-        self.device_time = device_time
-        self.device = device
-        self.times = [device_time(device)]  # before, between and after the steps (ns)
-
-    def timed(self, *steps: Callable) -> list[Callable]:
-        """Return the steps such that each, when it has run, adds the time to `times`."""
-        return [partial(self._run, step) for step in steps]
-
-    def _run(self, step: Callable, *inputs: Any) -> Any:
-        result = step(*inputs)
-        self.times.append(self.device_time(self.device))
-        return result

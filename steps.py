@@ -174,24 +174,6 @@ class Norm(Step):
         return CppStep("norm", self.source, self.to, (gain,), numbers=(self.eps,))
 
 
-@dataclass(frozen=True)
-class PartNorm(Norm):
-    """Norm one of several equal parts of every row of `h`, side by side. dim: of a part"""
-
-    source: str = "h"
-    part: int = 0
-    parts: int = 1
-
-    def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        parts = list(rows.h.chunk(self.parts, -1))
-        parts[self.part] = getattr(layer, self.name)(parts[self.part])
-        return rows.put("h", torch.cat(parts, -1))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        described = super().for_cpp(layer)
-        return replace_fields(described, op="part_norm", counts=(self.part, self.parts))
-
-
 # ------------------------------------------------------------------------ projections and attention
 
 

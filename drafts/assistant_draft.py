@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_tree import DraftTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from drafters import DrafterUpdate, DraftInputs
 from drafts.level_draft import head_options, last_of
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, EagleState, fill
 from files.checkpoint import saved_quantization
@@ -39,6 +39,7 @@ from kv_cache import KVCache, Window, causal_window, sliding
 from model import Transformer, layer_names, run_layers, windows_of
 from options import load_part, require
 from quantize import Linear, Quantization
+from run.draft_method import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype
@@ -247,4 +248,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     """Load `--draft assistant`. Raises: ValueError for an assistant or a tree that does not fit."""
     quant, options = head_options(target, config)
     head = load_head(Path(config.head), target, quant)
-    return AssistantDrafter(head, target, config.draft_tree, **options).method()
+    return method_of(AssistantDrafter(head, target, config.draft_tree, **options))

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from draft_tree import DynamicTree, StaticTree, candidates
-from drafters import Drafter, DraftMethod, TreeDrafter
+from drafters import Drafter, TreeDrafter
 from drafts.autosize import AutoTrees, TreeShape
 from drafts.deferred import LazyDrafter, RestingDrafter
 from drafts.kept_texts import texts_for
 from drafts.ngram_draft import Ngram, NgramDrafter
 from model import Transformer
+from run.draft_method import DraftMethod
 from run.observer import PresetMethod
 from run.options import GenerateConfig
 

@@ -29,18 +29,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab
+from drafters import DrafterUpdate, DraftInputs, DraftVocab
 from drafts.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from drafts.correlator import Correlator
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
-from eagle_draft import draft_lm_head, is_same_embedding
 from files.checkpoint import WeightFiles, saved_quantization
-from files.heads import head_files
+from files.heads import head_files, is_same_embedding
 from files.io import is_gguf
 from kv_cache import KVCache, Window, causal_window
 from model import RotaryEmbeddings, Transformer, windows_of
 from quantize import Linear, Quantization, Storage, load_weights
 from reference import TORCH, use_backend
+from run.draft_method import DraftMethod, method_of
+from run.heads import draft_lm_head
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Project, RMSNorm, Rotate, Rows, run_steps
@@ -443,4 +444,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     tree = tree_of(config, head.config.levels, path)
     model = head if head.lm_head else target
     lm_head = draft_lm_head(model, quant)
-    return kind_of(head.config)(head, target, tree, lm_head, **options).method()
+    return method_of(kind_of(head.config)(head, target, tree, lm_head, **options))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafters import DraftMethod
 from drafts.kept_texts import texts_for
 from drafts.ngram_draft import Ngram
 from drafts.presets import PresetPolicy
-from eagle_draft import load_drafter
 from model import Transformer
+from run.draft_method import DraftMethod
+from run.heads import load_drafter
 from run.methods import spec_of
 from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, TreeDrafter
 from drafts.level_draft import head_options, last_of, score_with, tree_of
 from drafts.medusa_draft import FeatureState, empty_feature
 from eagle_draft import EagleState
@@ -33,6 +33,7 @@ from kv_cache import KVCache, Window, causal_window
 from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
 from quantize import Linear, Quantization, Storage, load_weights
 from reference import TORCH, Backend, use_backend
+from run.draft_method import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Rows, add_modules, run_steps
@@ -185,4 +186,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     heads = load_heads(path, target, quant)
     tree = tree_of(config, heads.config.heads, path)
     lm_head = score_with(heads, target, quant)
-    return HydraDrafter(heads, target, tree, lm_head, **options).method()
+    return method_of(HydraDrafter(heads, target, tree, lm_head, **options))

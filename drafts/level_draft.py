@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
-from eagle_draft import draft_lm_head
 from kv_cache import Window
 from model import Transformer
 from options import require
 from quantize import Quantization
+from run.heads import draft_lm_head
 from run.options import DEPTH, MEDUSA_PATHS, GenerateConfig
 
 

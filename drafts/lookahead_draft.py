@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree
-from drafters import Drafter, DrafterUpdate, DraftInputs, DraftMethod
+from drafters import Drafter, DrafterUpdate, DraftInputs
 from drafts.presets import pick_and_rank
 from model import Transformer
 from options import require
 from reference import ancestors
+from run.draft_method import DraftMethod
 from run.options import GenerateConfig
 from runtime import replace_fields
 

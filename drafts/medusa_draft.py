@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from drafters import DrafterUpdate, DraftInputs
 from drafts.level_draft import LevelDrafter, head_options, last_of, score_with, tree_of
 from files.checkpoint import WeightFiles, saved_quantization
 from files.token_heads import TokenHeads, is_unused, medusa_names, read_medusa
 from model import Transformer
 from quantize import Linear, Quantization, Storage, load_weights
 from reference import use_backend
+from run.draft_method import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 
@@ -135,4 +136,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     heads = load_heads(path, target, quant)
     tree = tree_of(config, heads.config.heads, path)
     lm_head = score_with(heads, target, quant)
-    return MedusaDrafter(heads, target, tree, lm_head, **options).method()
+    return method_of(MedusaDrafter(heads, target, tree, lm_head, **options))

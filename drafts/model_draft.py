@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod, DraftVocab, RootOnly, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly, TreeDrafter
 from drafts.presets import PresetPolicy
 from files.checkpoint import WeightFiles, saved_quantization
 from files.config import read_config, read_raw
@@ -37,6 +37,7 @@ from model import Transformer
 from options import log_note, require
 from quantize import BLOCKS, Quantization
 from reference import Backend, choose, use_backend
+from run.draft_method import DraftMethod, method_of
 from run.observer import PresetMethod
 from run.options import GenerateConfig
 from run.resolved import tree_options
@@ -90,7 +91,7 @@ class ModelDrafter(TreeDrafter):
     def method(self) -> DraftMethod:
         """Return the way to draft: past the draft model's own context, no tree is drafted."""
         if self.reach is None:
-            return super().method()
+            return DraftMethod((self,))
         policy = PresetPolicy(reach=self.reach)
         return PresetMethod((RootOnly(), self), tree_options(self), policy=policy)
 
@@ -244,4 +245,4 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft model`, as `load_drafter`. Raises: ValueError."""
-    return load_drafter(target, config).method()
+    return method_of(load_drafter(target, config))

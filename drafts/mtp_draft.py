@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from drafters import DraftMethod
 from drafts.level_draft import head_options
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead, draft_lm_head, fill
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, fill
 from files.checkpoint import TensorSource, saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.heads import check_sizes
@@ -28,6 +27,8 @@ from files.mtp import Mtp, need_mtp
 from model import Transformer, layer_names
 from options import log_note
 from quantize import Quantization
+from run.draft_method import DraftMethod, method_of
+from run.heads import draft_lm_head
 from run.options import GenerateConfig
 from steps import Beside, Project, Step
 
@@ -116,4 +117,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     quant, options = head_options(target, config)
     head = load_head(Path(config.head), target, quant)
     lm_head = draft_lm_head(target, quant)
-    return EagleDrafter(head, target, config.draft_tree, lm_head, **options).method()
+    return method_of(EagleDrafter(head, target, config.draft_tree, lm_head, **options))

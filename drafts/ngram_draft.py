@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from draft_tree import MAX_NODES, Candidates, DecodedTokens, DraftTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
 from drafts.kept_texts import texts_for
 from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from drafts.presets import PresetDrafter
 from model import Transformer
 from reference import TORCH, Backend
+from run.draft_method import DraftMethod
 from run.observer import PresetMethod
 from run.options import GenerateConfig
 from runtime import replace_fields

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from files.eagle_variants import PartNorm
 from options import part_or
-from steps import Attend, Gate, Norm, PartNorm, Project, Rotate, Route, Step
+from steps import Attend, Gate, Norm, Project, Rotate, Route, Step
 
 # steps of the folder models/; (): it is not here, and no step is one of them
 GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend = (

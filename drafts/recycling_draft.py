@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftMethod
+from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
 from drafts.kept_texts import PastTexts, texts_for
 from drafts.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
 from reference import ancestors
+from run.draft_method import DraftMethod
 from run.observer import PresetMethod
 from run.options import GenerateConfig
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from draft_tree import MAX_NODES, DraftTree
-from drafters import DraftInputs, DraftMethod
+from drafters import DraftInputs
 from drafts.autosize import AutoTrees
 from drafts.datastore import LENGTH, LONGEST, Datastore
 from drafts.kept_texts import vocabulary_of
@@ -26,6 +26,7 @@ from drafts.presets import PresetDrafter
 from model import Transformer
 from options import require
 from reference import build_tree
+from run.draft_method import DraftMethod
 from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig
 

@@ -38,9 +38,10 @@ from drafts.places import (
     write_beside,
     write_bias,
 )
-from eagle_draft import EagleConfig, head_names
+from eagle_draft import EagleConfig
 from files.checkpoint import TensorSource, WeightFiles, saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source, read_config
+from files.eagle_variants import head_names
 from files.heads import read_eagle2, version_of
 from model import DTYPES, ModelConfig, Transformer, layer_names, rope_frequencies, weight_names
 from run.options import GenerateConfig

@@ -7,7 +7,7 @@ NEEDS = ()
 ADDS = {
     "reader": {
         "loader": "files.weights:CheckpointLoader",
-        "head": "files.heads:read_source",
+        "head": "files.heads:load_head",
         "model": "files.weights:load_model",
         "tokenizer": "files.tokenizer:read_tokenizer",
     },

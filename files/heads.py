@@ -3,9 +3,8 @@
 1. `HeadFiles` gives a head's tensors the names of the official layout, and finds their version.
 2. `read_head` makes an `EagleConfig` of config.json and of these names, and checks that the head
    fits the target.
-3. `head_names` maps each of our parameters to the tensors it is made of, `draft_vocab` returns the
-   tokens that a head drafts, and `draft_lm_head` makes the LM head of a draft where it is not the
-   target's own.
+3. `draft_vocab` returns the tokens that a head drafts, and `load_head` fills the modules of
+   eagle_variants.py.
 
 Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec
 (`layers.0.`), speculators (the same, and a config of the layer inside the config), NeMo
@@ -14,7 +13,7 @@ norm, a bias, an embedding or an LM head in the weights is used, even against co
 `mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
 Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators (P-EAGLE: the
 package speculators 0.9.0, models/peagle).
-Not here: modules (eagle_draft.py).
+Not here: modules (eagle_variants.py, eagle_draft.py).
 """
 
 from __future__ import annotations
@@ -26,11 +25,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from eagle_draft import MASK, Eagle3, EagleConfig, HeadSource
+import eagle_draft
+from drafters import DraftVocab
+from eagle_draft import EagleConfig, EagleHead, fill
 from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
 from files.config import HFArchitecture, config_from, open_source
+from files.eagle_variants import MASK, Eagle3Variant, make_head
 from files.fields import (
     FLAG,
     OBJECT,
@@ -47,9 +49,9 @@ from files.io import is_gguf, read_json
 from files.keys import WIDTH, HFConfig, HFSwiGLU
 from files.untrusted import load_pickle, read_untrusted
 from files.weights import check_layers
-from model import ModelConfig
+from model import ModelConfig, Transformer
 from options import load_part, log_note, require
-from quantize import BLOCKS, decode
+from quantize import BLOCKS, Quantization, decode
 
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
@@ -339,22 +341,51 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     return config
 
 
-def read_source(
-    path: Path, target: ModelConfig, form: str = "", source: TensorSource | None = None
-) -> HeadSource:
-    """Read a head in any layout, as `eagle_draft.read_official` does in one.
+def load_head(
+    path: Path,
+    target: Transformer,
+    quant: Quantization | None = None,
+    source: TensorSource | None = None,
+    form: str = "",
+) -> EagleHead:
+    """Load a head in any layout, as `eagle_draft.load_head` does in one.
 
-    form: codes of another format are read as their numbers; "": they stay
+    source: tensors that replace the files
+    form: the number format of a draft; codes of another one are read as their numbers
     Raises: ValueError for a head of another target, or broken files.
     """
     if source is None:
         source = head_files(path, form) if form else WeightFiles(path)
     saved = saved_quantization(source.config, path)
     files = HeadFiles(path, source)
-    config = read_head(files, target)
+    config = read_head(files, target.config)
     ids = draft_vocab(files, config)
     print_notes(files, config)
-    return HeadSource(files, config, ids, saved)
+    with torch.device("meta"):
+        head = make_head(config)
+    if ids is not None:
+        head.vocab = DraftVocab(config.model.vocab_size, ids)
+    unused = partial(is_unused, config=config)
+    fill(head, target, files, head.weight_names(), saved or quant, unused)
+    if head.embedding is not None and is_same_embedding(head.embedding, target):
+        head.embedding = None  # one copy is enough
+    return head
+
+
+def is_unused(name: str, config: EagleConfig) -> bool:
+    """Return whether a head's tensor may stay unused.
+
+    Speculators may hold the norm and the LM head of their target.
+    """
+    of_target = ("verifier_norm.weight", "verifier_lm_head.weight")
+    return eagle_draft.is_unused(name) or (config.eagle3 and name.endswith(of_target))
+
+
+def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
+    """Return whether a head's embedding repeats the target's, packed or not."""
+    parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
+    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
+    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
 
 
 def check_sizes(
@@ -463,7 +494,7 @@ def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
     lm_head = "lm_head.weight"
     if vocab == model.vocab_size and lm_head not in tensors:
         lm_head = embedding if model.tie_embeddings else ""
-    eagle3 = Eagle3(
+    eagle3 = Eagle3Variant(
         aux_layers=aux_layers,
         target_dim=hf.target_hidden_size or model.dim,
         draft_vocab=vocab,

@@ -12,6 +12,7 @@ OF_RANKS = (
 OF_SHARES = ("load_model", "pick_tokens", "split_lm_head")
 NEEDS = ("files",)
 ADDS = {
+    "operators": {"machine": "run.operators"},
     "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
     "ranks": {
         **{name: f"run.ranks:{name}" for name in OF_RANKS},

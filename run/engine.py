@@ -14,12 +14,15 @@ import torch
 
 import decode
 from decode import Buffers
-from drafters import DraftMethod
+from drafters import Drafter
 from options import require
+from run.clock import TimedCycle
+from run.draft_method import DraftMethod
 from run.guides import GuideSource
 from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig, Sampling
 from run.tree_paths import DraftLimit
+from sampling import SamplingMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,10 @@ class Engine(decode.Engine):
             return range(len(live))
         decoding = [seq for seq, decodes in enumerate(live) if decodes]
         return range(decoding[0], decoding[-1] + 1) if decoding else range(1)
+
+    def cycle(self, drafter: Drafter, mode: SamplingMode) -> TimedCycle:
+        """Make a cycle of a preset, which reads the clock."""
+        return TimedCycle(self, drafter, mode)
 
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""

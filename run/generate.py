@@ -29,9 +29,10 @@ from typing import Any
 import torch
 
 from files.io import StatusLine, write_text
-from options import load_part, log_note, one_line_errors, require
+from options import load_part, log_note, require
 from run.engine import Engine
 from run.load import load, without_draft
+from run.parsing import one_line_errors
 from run.prompts import (
     Conversation,
     PromptRow,

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from decode import build_cycles
-from drafters import DraftMethod, RootOnly
+from drafters import RootOnly
 from files.machine import has_cpu_operators
 from files.memory import free_bytes
 from files.rank import this_rank
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
 from run.cuda import set_cuda_device
+from run.draft_method import DraftMethod
 from run.engine import Engine, cache_dtype
 from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
@@ -363,7 +364,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 def without_draft(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    method = RootOnly().method()
+    method = DraftMethod((RootOnly(),))
     if this_rank().world_size > 1:
         method = DraftMethod((RootOnly(),), pick_tokens=load_part("ranks", "pick_tokens"))
     plain = engine.with_method(method)

@@ -1,7 +1,8 @@
 """The ways to draft: values of --draft, the modules that load them, and what they take.
 
 Options (run/options.py, option_rules.py), loading (run/load.py) and benchmarks ask this table. A
-module has `load_method`, of (target, config, tokenizer), which returns a `drafters.DraftMethod`.
+module has `load_method`, of (target, config, tokenizer), which returns a `DraftMethod`
+(run/draft_method.py).
 Not here: the methods themselves. No torch is imported.
 """
 
@@ -32,14 +33,14 @@ class DraftMethodSpec(NamedTuple):
 
 
 OWN = {
-    "none": DraftMethodSpec("drafters", trees=(), scores_children=False, residual=False),
-    "eagle": DraftMethodSpec("eagle_draft", extended="drafts.heads", head=True),
+    "none": DraftMethodSpec("run.draft_method", trees=(), scores_children=False, residual=False),
+    "eagle": DraftMethodSpec("run.heads", extended="drafts.heads", head=True),
 }
 
 
 @cache
 def known_drafters() -> dict[str, DraftMethodSpec]:
-    """Return the ways to draft by name: those of the flat files, and those that folders add."""
+    """Return the ways to draft by name: those of this folder, and those that folders add."""
     found = dict(OWN)
     for name in added().get("drafters", {}):
         found |= load_part("drafters", name).DRAFTERS

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decode import CycleResult
 from draft_tree import DrafterUpdate
-from drafters import DraftMethod
+from run.draft_method import DraftMethod
 from run.tree_paths import DraftLimit
 
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from decode import PREFILL_CHUNK, Cycle, CycleResult, DecodeState, Loop
+from decode import PREFILL_CHUNK, Cycle, DecodeState, Loop
 from draft_tree import DrafterUpdate
 from files.not_finite import is_finite, reason
 from kv_cache import KVCache
+from run.clock import TimedResult
 from run.engine import Engine
 from run.guides import Guide, GuideSource
 from run.observer import Observer, View
@@ -50,7 +51,7 @@ class Trace(Observer):
         traced = (tree.tokens, tree.parents, tree.depths, update.path)
         return traced if tree.values is None else (*traced, tree.values)
 
-    def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
+    def after_cycle(self, result: TimedResult, copied: list[list], view: View) -> None:
         self.lines += [trace_row(copied, seq, result) for seq in result.taken]
 
 
@@ -58,6 +59,7 @@ class Session(Loop):
     """B sequences over one cache, each a conversation."""
 
     engine: Engine
+    result_type = TimedResult
 
     def __init__(
         self,
@@ -226,7 +228,7 @@ class Session(Loop):
         result.read()
         return self._seconds(result)
 
-    def _seconds(self, result: CycleResult) -> float:
+    def _seconds(self, result: TimedResult) -> float:
         """Return the time of a cycle: by the device's clock, where the host runs ahead of it."""
         seconds = (result.times["ended"] - result.times["began"]) / 1e9
         if self.most_lag and seconds:
@@ -292,12 +294,12 @@ class Session(Loop):
         key = (preset, self.mode)
         if key not in self.guided:
             drafter = next(filter(None, guides)).around(self.engine, preset)
-            self.guided[key] = Cycle(self.engine, drafter, self.mode)
+            self.guided[key] = self.engine.cycle(drafter, self.mode)
         cycle = self.guided[key]
         cycle.drafter.follow(guides, live)
         return cycle, None
 
-    def _launch(self, preset: int) -> CycleResult:
+    def _launch(self, preset: int) -> TimedResult:
         """Launch a cycle, and copy what the observers ask for. Writes: result.further."""
         result = super()._launch(preset)
         result.began_s = self.began_s
@@ -337,7 +339,7 @@ class Session(Loop):
             observer.after_prompt(seq, features, root)
         return True
 
-    def after_cycle(self, result: CycleResult) -> None:
+    def after_cycle(self, result: TimedResult) -> None:
         result.seconds = self._seconds(result)
         times = result.times
         stats = self.stats

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 import files.weights
 import sampling
-from drafters import DraftMethod
 from files.checkpoint import Codes, TensorSource, saved_quantization, scale_name
 from files.config import open_source, read_config
 from files.rank import Rank, this_rank
 from model import ModelConfig, Transformer
 from quantize import Quantization, fit_group
 from reference import Backend
+from run.draft_method import DraftMethod
 from run.ranks import collective_errors, refuse_torchrun
 from sampling import SamplingTensors
 from steps import Merge, Project, Rows, Step

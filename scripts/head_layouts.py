@@ -27,9 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafts.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
-from eagle_draft import EagleConfig, head_names
+from eagle_draft import EagleConfig
 from files.checkpoint import TensorSource
 from files.config import open_source, read_config, read_raw
+from files.eagle_variants import head_names
 from files.head_kinds import head_kind
 from files.heads import HeadFiles, draft_vocab, head_files, read_head
 from model import ModelConfig

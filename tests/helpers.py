@@ -36,9 +36,9 @@ from backends.blocks import Blocks, Numbers, planes_of_blocks
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of
-from decode import Cycle, build_cycles
+from decode import build_cycles
 from draft_tree import Candidates, DecodedTokens, StaticTree
-from drafters import Drafter, DraftMethod, TreeDrafter
+from drafters import Drafter, TreeDrafter
 from drafts.autosize import AutoTrees
 from drafts.residual import sample_children
 from drafts.shaping import Shaping
@@ -47,6 +47,7 @@ from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
 from quantize import FORMATS, Linear, Weight, stack
 from reference import TORCH, Backend, choose, rms_norm
+from run.draft_method import DraftMethod, method_of
 from run.engine import Engine
 from run.load import accept_rule
 from run.options import GenerateConfig, Sampling
@@ -130,7 +131,7 @@ def engine_for(
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
     engine = Engine(target, (), context, target.config.eos_ids, config=config, shaping=Shaping())
-    engine = engine.with_method(method or drafter.method())
+    engine = engine.with_method(method or method_of(drafter))
     policy = copy(engine.policy)
     policy.warm = True
     return build_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
@@ -173,7 +174,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
     cycles = tuple(
-        tuple(compiled_by_layer(Cycle(engine, preset, mode)) for preset in engine.presets)
+        tuple(compiled_by_layer(engine.cycle(preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
     )
     return replace(engine, cycles=cycles, captured=True, free=[])

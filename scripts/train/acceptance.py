@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from drafts.residual import spread
-from eagle_draft import EagleHead, draft_lm_head
+from eagle_draft import EagleHead
 from kv_cache import KVCache, Window
 from model import Transformer
+from run.heads import draft_lm_head
 
 ALPHAS = 5  # chain steps that are evaluated
 

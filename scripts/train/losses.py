@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from drafts.residual import spread
-from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
+from eagle_draft import EagleConfig, EagleHead
+from files.eagle_variants import Eagle3Variant, VariantHead
 from model import ModelConfig, Transformer
 from quantize import Linear
 from steps import Attend, Rows, run_steps
@@ -236,7 +237,7 @@ def default_aux_layers(layers: int) -> tuple[int, ...]:
 
 def new_head(
     model: ModelConfig, target: Transformer, vocab: DraftVocab | None, from_target: bool
-) -> Eagle3Head:
+) -> VariantHead:
     """Make a head of version 3 with layers of the shape `model`.
 
     from_target: start with `fc` near the identity on the last aux hidden states, and with the
@@ -245,8 +246,8 @@ def new_head(
     aux_layers = default_aux_layers(target.config.n_layers)
     dim = target.config.dim
     kept = vocab.drafted if vocab else model.vocab_size
-    eagle3 = Eagle3(aux_layers, dim, kept, lm_head="lm_head.weight")
-    head = Eagle3Head(EagleConfig(model, fc_bias=False, eagle3=eagle3))
+    eagle3 = Eagle3Variant(aux_layers, dim, kept, lm_head="lm_head.weight")
+    head = VariantHead(EagleConfig(model, fc_bias=False, eagle3=eagle3))
     head.vocab = vocab
     if from_target:
         own = target.lm_head
@@ -268,7 +269,7 @@ def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": reached}
 
 
-def keys_of(head: Eagle3Head) -> dict:
+def keys_of(head: VariantHead) -> dict:
     """Return the further keys of version 3 in the official config.json."""
     eagle3 = head.config.eagle3
     keys = {

@@ -111,7 +111,7 @@ from tqdm import tqdm
 from backends.library import lib
 from decode import build_cycles
 from drafters import RootOnly
-from eagle_draft import EagleConfig, EagleHead, head_names, load_head
+from eagle_draft import EagleConfig, EagleHead, load_head
 from files.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
 from files.config import read_raw
 from files.heads import DRAFT_INPUTS, head_files
@@ -465,7 +465,7 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     out = Path(config.out)
     c = head.config.model
     tensors = export_weights(
-        head_training.plain_copy(head), head_names(head.config), c, DTYPES[config.dtype]
+        head_training.plain_copy(head), head.weight_names(), c, DTYPES[config.dtype]
     )
     tensors |= head_training.vocab_layout(head)
     keys = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.triton.functions
 import reference
-from decode import REPORT, CycleResult, build_cycles
+from decode import REPORT, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.auto_trees import with_smaller_trees
@@ -38,8 +38,10 @@ from helpers import (
 )
 from model import Transformer
 from models.mixtures import Qwen
-from reference import pack_report, with_times
+from reference import pack_report
+from run.clock import TimedResult
 from run.cuda import set_cuda_device
+from run.operators import with_times
 from run.session import Session
 from run.warm_up import warm_up
 from runtime import Replay, compiled, copy_into, tensors_of
@@ -274,7 +276,7 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
         report = pack_report(emitted, [torch.zeros(1, dtype=torch.long)] * len(REPORT))
         report = with_times(report, [0, 0, 0, ended])
         session = Session(engine, host_lag=1)
-        result = CycleResult(report, 0, None)
+        result = TimedResult(report, 0, None)
         result.began_s = time.perf_counter() - 2
         result.read()
         assert seconds <= session._seconds(result) < (60 if seconds == 2 else 1.001)

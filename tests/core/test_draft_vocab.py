@@ -13,7 +13,7 @@ from backends.weight import unpack
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
 from drafts.residual import spread
-from eagle_draft import EagleDrafter, draft_lm_head
+from eagle_draft import EagleDrafter
 from files.weights import load_model
 from helpers import (
     GOLDEN,
@@ -29,6 +29,7 @@ from helpers import (
 )
 from quantize import Quantization
 from run.generate import generate, load
+from run.heads import draft_lm_head
 from run.options import DEMO, Sampling
 
 TREES = {

@@ -34,7 +34,7 @@ from drafts.auto_trees import with_smaller_trees
 from drafts.kept_texts import vocabulary_of
 from drafts.model_draft import ModelDrafter
 from drafts.ngram_draft import Ngram, NgramDrafter
-from eagle_draft import EagleDrafter, draft_lm_head
+from eagle_draft import EagleDrafter
 from helpers import (
     GOLDEN,
     LOOP,
@@ -59,6 +59,7 @@ from reference import build_tree
 from run import methods
 from run.engine import Engine
 from run.generate import generate, load
+from run.heads import draft_lm_head
 from run.options import DEMO, Sampling
 from run.session import Session
 from runtime import compiled, tensors_of

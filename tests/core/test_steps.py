@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from backends.cpp.layers import Program, fits, steps_of
 from backends.fusions import MergedLayers, fuse
-from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
+from eagle_draft import EagleConfig
 from files import registry
+from files.eagle_variants import Eagle3Variant, make_head
 from helpers import COMPILER
 from kv_cache import KVCache, Window, with_slots
 from model import ModelConfig, Transformer, run_layers, weight_names, windows_of
@@ -72,7 +73,7 @@ MODELS = {
         *SIZES, qkv_bias=True, o_bias=True, n_experts=5, experts_per_token=2, window=4, sliding_layers=(0, 2), limit=0.5,
     ),
 }  # fmt: skip
-EAGLE3 = Eagle3((0, 1), 64, 40)
+EAGLE3 = Eagle3Variant((0, 1), 64, 40)
 HEADS = {
     "eagle": EagleConfig(replace(LLAMA, n_layers=2)),
     "eagle 3": EagleConfig(replace(LLAMA, n_layers=2), eagle3=EAGLE3),
@@ -182,7 +183,7 @@ def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
     if name in MODELS:
         return filled(Transformer(MODELS[name])), MODELS[name]
     config = HEADS[name]
-    return filled((Eagle3Head if config.eagle3 else EagleHead)(config)), config.model
+    return filled(make_head(config)), config.model
 
 
 # the operator that runs a part of a list has no states: test_qwen3_5.py and test_lfm2.py of

@@ -16,7 +16,8 @@ from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
 from backends.weight import pack_codes
 from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
-from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleDrafter, EagleHead
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead
+from files.eagle_variants import Eagle3Variant, make_head
 from helpers import decode, engine_for
 from kv_cache import KVCache, Window, causal_window
 from model import ModelConfig, Transformer, run_layers
@@ -319,7 +320,7 @@ HEAD = ModelConfig(64, 2, 4, 2, 16, 96, 50)
 
 
 def of_eagle3(*aux_layers: int, bias: bool = False, width: int = 64, **flags) -> EagleConfig:
-    return EagleConfig(HEAD, bias, eagle3=Eagle3(aux_layers, width, 40, **flags))
+    return EagleConfig(HEAD, bias, eagle3=Eagle3Variant(aux_layers, width, 40, **flags))
 
 
 HEADS = {  # every option of a head once off and once on, and together
@@ -339,7 +340,7 @@ HEADS = {  # every option of a head once off and once on, and together
 
 
 def drafter_of(config: EagleConfig, quant: str | None = None) -> EagleDrafter:
-    head = fill((Eagle3Head if config.eagle3 else EagleHead)(config), quant)
+    head = fill(make_head(config), quant)
     if head.lm_head is not None:
         head.vocab = DraftVocab(50, torch.arange(5, 45))
     return EagleDrafter(head, model(), StaticTree(((0,), (1,), (0, 0))))

@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 
 from backends.library import has_cpu_operators
 from backends.weight import Embedding
-from eagle_draft import head_names, load_head
+from eagle_draft import load_head
 from files.config import read_config
+from files.eagle_variants import head_names
 from files.gguf_heads import GgufHead
 from files.heads import HeadFiles, head_files, print_notes, read_head
 from files.weights import load_model

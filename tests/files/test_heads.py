@@ -19,8 +19,9 @@ from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts.stand_in import head_config
-from eagle_draft import EagleDrafter, head_names, load_head, read_official
+from eagle_draft import EagleDrafter, load_head, read_official
 from files.config import read_config
+from files.eagle_variants import head_names
 from files.heads import read_source
 from files.rounding import quantize_directory
 from files.weights import load_model

@@ -27,7 +27,7 @@ import files.rounding
 import quantize
 from backends.cpp import build
 from backends.weight import grouped_reference, pack_codes, unpack
-from eagle_draft import draft_lm_head, load_head
+from eagle_draft import load_head
 from files import checkpoint
 from files.checkpoint import (
     WeightFiles,
@@ -46,6 +46,7 @@ from options import FORMAT_NAMES
 from quantize import FORMATS, GROUPS, Int4, Int8, Linear, Quantization, fit_group, stack
 from run import quantize as run_quantize
 from run.generate import generate, load, main
+from run.heads import draft_lm_head
 from run.options import DEMO, GROUP_SIZES
 
 ROOT = Path(quantize.__file__).parent

@@ -18,6 +18,7 @@ from drafts.places import recipes_of
 from drafts.stand_in import SHAPES, InflatedFiles, ModelShape, inflate_head, inflate_target
 from eagle_draft import EagleHead, load_head
 from files.config import read_config
+from files.eagle_variants import PartNorm
 from files.weights import load_model
 from helpers import GOLDEN, OPERATORS, slow
 from kv_cache import KVCache, causal_window
@@ -25,7 +26,6 @@ from model import ModelConfig, Transformer, weight_names
 from quantize import Linear
 from run.generate import generate, load, main
 from run.options import DEMO
-from steps import PartNorm
 
 TARGET, HEAD = Path(DEMO), Path(DEMO + "-eagle")
 GOLDEN_PAIR = (GOLDEN / "models/target_llama_mha", GOLDEN / "models/head_eagle12_mha")

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from draft_tree import StaticTree
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead, head_names, load_head
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
 from files.chat import CHAT_TEMPLATES, JinjaTemplate
+from files.eagle_variants import head_names
 from files.sandbox import Template
 from files.tokenizer import Tokenizer
 from files.weights import load_model

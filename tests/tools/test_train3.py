@@ -16,11 +16,12 @@ from torch import Tensor
 
 from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
-from eagle_draft import EagleDrafter, load_drafter, load_head
+from eagle_draft import EagleDrafter, load_head
 from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from kv_cache import KVCache, causal_window
 from models.steps import HeadNorm
 from reference import TORCH, use_backend
+from run.heads import load_drafter
 from run.options import GenerateConfig
 from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
