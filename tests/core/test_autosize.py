@@ -479,7 +479,7 @@ def test_what_a_key_depends_on(trees, short_demo, tmp_path):
     finally:
         torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remembered, "tiles_in_use", lambda: "another unit")
+        patch.setattr(remembered, "describe_cpu", lambda: "another unit")
         keys.append(file_of(engine))
         patch.undo()
         for library in ("operators of another version", ""):

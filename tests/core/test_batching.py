@@ -391,7 +391,7 @@ def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
 
 
 def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
-    monkeypatch.setattr("run.stats.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("files.memory.free_bytes", lambda device: 10**9)
     said = check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
     assert said == "3 sequences take 0.90 GB of memory; 3 would fit"
     said = r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, 0.2 GB are missing, enough for 3 of the 4 sequences; lower"
