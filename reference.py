@@ -756,7 +756,8 @@ def matmul(
     The weight is unpacked in every call; with a routing, every row meets every expert's.
 
     x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
-    weight: a `quantize.Weight`; bias: [N]; fp32_out: the result in fp32, never rounded
+    weight: `quantize.Codes`, or a backend's record; bias: [N]
+    fp32_out: the result in fp32, never rounded
     routing: from `route`, of a stack
     Returns: [..., N] in x's dtype, or fp32.
     """

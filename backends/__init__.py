@@ -2,6 +2,6 @@
 
 NEEDS = ()
 ADDS = {
-    "layouts": {"cpu": "backends.strips:layout_on_cpu", "cuda": "backends.planes:layout_on_cuda"},
+    "layouts": {"cpu": "backends.strips:pack_on_cpu", "cuda": "backends.planes:pack_on_cuda"},
     "backend": {"cpu": "backends.chosen:on_cpu", "cuda": "backends.chosen:on_cuda"},
 }

@@ -34,9 +34,9 @@ from backends.triton.layout import (
     pack_block_codes,
     pack_block_scales,
 )
+from backends.weight import Part, Weight
 from files.checkpoint import is_mxfp4, read_model_config
 from files.io import is_gguf
-from quantize import Part, Weight
 from run.options import GenerateConfig
 from run.rank import this_rank
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from backends.library import cpu_operators_are_loaded
 from backends.strips import part_bytes
+from backends.weight import Part
 from files.checkpoint import TensorSource, is_mxfp4
 from files.gguf_blocks import MXFP4, Blocks, bad_scale
-from quantize import Part
 
 STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # a stack -> the matrices of an expert whose rows take turns in it

@@ -27,7 +27,7 @@ from backends.library import cpu_operators_are_loaded, has_cpu_operators, single
 from backends.planes import planes
 from backends.strips import part_bytes, table_of
 from backends.triton.layout import BLOCK_FORMS
-from backends.weight import Embedding, pack_codes
+from backends.weight import Embedding, Weight, pack_codes
 from files import gguf_blocks
 from files.checkpoint import (
     STORED,
@@ -52,7 +52,6 @@ from quantize import (
     Loader,
     Quantization,
     Storage,
-    Weight,
     by_expert,
     decode,
     linear_weights,

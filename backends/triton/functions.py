@@ -31,8 +31,8 @@ from backends.library import lib
 from backends.linear import fits_kernel, halves_product
 from backends.planes import split_planes
 from backends.triton.launch import SPLIT_TOKENS
+from backends.weight import LAYOUTS, Weight
 from draft_tree import Candidates, Children, DraftTree, Frontier, Level, Scores
-from quantize import LAYOUTS, Weight
 
 lib.define(
     "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
