@@ -37,7 +37,7 @@ from reference import choose, use_backend
 from runtime import (
     HostCopy,
     Replay,
-    compiled,
+    compiled_by_layer,
     copy_into,
     replace_fields,
     sequence_of,
@@ -180,7 +180,7 @@ def build_cycles(engine: Engine) -> Engine:
         tuple(engine.cycle(preset, mode) for preset in engine.presets) for mode in SamplingMode
     )
     if captured and engine.compile is True:
-        cycles = tuple(tuple(map(Cycle.compiled_by_layer, each)) for each in cycles)
+        cycles = tuple(tuple(map(compiled_by_layer, each)) for each in cycles)
     return replace(engine, cycles=cycles)
 
 
@@ -204,27 +204,6 @@ class Cycle:
         self.accept_rule = engine.accept_rule
         self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
-
-    def compiled_by_layer(self) -> Cycle:
-        """Compile the steps, and one layer of the target of each kind; all layers reuse it.
-
-        One graph of everything takes many times as long to compile. In a captured cycle, a call per
-        layer costs nothing.
-        """
-        for name in ("draft", "place", "decide", "extend"):
-            setattr(self, name, compiled(getattr(self, name)))
-        embed = compiled(self.target.embed)
-        # by their steps: no guard would tell dense layers and mixtures apart
-        by_steps = {layer.steps: compiled(run_eagerly) for layer in self.target.parts}
-
-        def run_part(part: Callable, *inputs: Any) -> Any:
-            if part == self.target.embed:
-                return embed(*inputs)
-            return by_steps[part.steps](part, *inputs)
-
-        self.run_part = run_part
-        self.in_place = True
-        return self
 
     def __call__(
         self, cache: KVCache, state: DecodeState

@@ -34,7 +34,7 @@ from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree, read_t
 from drafters import Drafter, RootOnly
 from eagle_draft import EagleDrafter, load_head
 from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
-from options import Sampling, require
+from options import Sampling, part_or, require
 from quantize import Quantization, Storage, WeightFiles, load_weights
 from reference import choose, use_backend
 
@@ -76,10 +76,9 @@ class Tokenizer:
             return self.fast.encode(text).ids
         return [self.pieces.bos_id(), *self.pieces.encode(text)]
 
-    def decode(self, ids: list[int], prompt: list[int]) -> str:
-        """Return the text that ids add to a prompt's."""
-        decode = self.pieces.decode if self.fast is None else self.fast.decode
-        return decode([*prompt, *ids])[len(decode(prompt)) :]
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+        return self.pieces.decode(ids) if self.fast is None else self.fast.decode(ids)
 
 
 # ---------------------------------------------------------------------- loading
@@ -101,13 +100,18 @@ def tree_of(options: Options, on_cuda: bool) -> StaticTree | DynamicTree:
 
 
 def load_target(path: Path, options: Options, device: torch.device) -> Transformer:
-    """Read the target. Raises: ValueError for anything wrong with its files."""
+    """Read the target: by the folder files/, if it is here. Raises: ValueError for wrong files."""
+    quant = Quantization.of(options.quant, 0)
+    read = part_or("reader", "model", None)
+    if read is not None:
+        target = read(path, DTYPES.get(options.dtype), str(device), quant)
+        use_backend(target, choose(device, target.norm.weight.dtype, options.plain))
+        return target
     files = WeightFiles(path)
     config = read_config(files.config)
     dtype = DTYPES[options.dtype or config.dtype]
     with torch.device("meta"):
         target = Transformer(config)
-    quant = Quantization.of(options.quant, 0)
     storage = Storage(dtype, str(device), quant)
     load_weights(target, files, weight_names(config), storage)
     if config.tie_embeddings:
@@ -208,13 +212,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(options: Options) -> None:
     """Answer the prompt of the options. Raises: ValueError for what cannot be answered."""
+    path = Path(options.checkpoint)
+    fault = f"{path} is no directory; other checkpoints need the folder files/, which is not here"
+    require(path.is_dir() or has_part("reader", "model"), f"{fault}; restore it")
     tokenizer = None
     if options.prompt_ids is not None:
         prompt = [int(word) for word in options.prompt_ids.split(",")]
     else:
         text = options.prompt or (DEMO_PROMPT if options.checkpoint == DEMO else None)
         require(text is not None, "there is no prompt; give --prompt or --prompt_ids")
-        tokenizer = Tokenizer(Path(options.checkpoint))
+        tokenizer = part_or("reader", "tokenizer", Tokenizer)(path)
         prompt = tokenizer.encode(text)
     engine = load_engine(options)
     answer = decode(engine, prompt)
@@ -228,7 +235,9 @@ def run(options: Options) -> None:
         stats |= {"speedup": speedup, "identical": vanilla.tokens == answer.tokens}
         same = "the same" if stats["identical"] else "OTHER"
         line += f"; {speedup:.2f}x of vanilla, {same} tokens"
-    text = tokenizer.decode(answer.tokens, prompt) if tokenizer else str(answer.tokens)
+    text = str(answer.tokens)
+    if tokenizer:  # pieces of a text depend on those before them
+        text = tokenizer.decode([*prompt, *answer.tokens])[len(tokenizer.decode(prompt)) :]
     if options.json != "-":
         print(text)
     print(line, file=sys.stderr)

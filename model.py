@@ -188,6 +188,10 @@ KEYS = {
     "tie_word_embeddings": "tie_embeddings",
 }
 REQUIRED = list(KEYS)[:5]
+ROPE_KEYS = {  # a type of RoPE scaling -> the keys that it needs
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def read_config(raw: dict) -> ModelConfig:
@@ -228,10 +232,12 @@ def read_rope(raw: dict) -> tuple[float, dict | None]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
-    known = f"one of default, {', '.join(SCALINGS)}"
+    known = f"one of default, {', '.join(ROPE_KEYS)}"
     remedy = "use another checkpoint, or restore the folder files/"
-    require(kind in SCALINGS, f"the RoPE type must be {known}; it is {kind}: {remedy}")
-    return theta, rope | {"rope_type": kind}
+    require(kind in ROPE_KEYS, f"the RoPE type must be {known}; it is {kind}: {remedy}")
+    missing = [name for name in ROPE_KEYS[kind] if rope.get(name) is None]
+    require(not missing, f"RoPE scaling {kind} needs the keys {', '.join(missing)}; add them")
+    return theta, {"rope_type": kind} | {name: rope[name] for name in ROPE_KEYS[kind]}
 
 
 def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:

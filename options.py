@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PREFIX = __name__.removesuffix("options")  # "" in a clone, "gpt_eagle." where installed
 FOLDERS = ("backends", "models", "files", "drafts", "run", "server")
+WITH_OPTIONS = ("files", "run", "drafts")  # whose options the flat command lacks
 # a kind of part -> the folder that has the parts which the flat files lack
 HOMES = {
     "backend": "backends",
@@ -36,6 +38,11 @@ HOMES = {
     "drafters": "drafts",
     "extension": "drafts",
     "program": "run",
+    "step": "models",
+    "config": "models",
+    "machine": "backends",
+    "ranks": "run",
+    "server": "server",
 }
 NOTES = logging.getLogger("gpt_eagle")
 ROOT = Path(__file__).resolve().parent
@@ -45,6 +52,14 @@ MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fi
 
 
 # ---------------------------------------------------------------------- what the folders add
+
+
+def cache_folder() -> Path:
+    """Return the folder of what can be made or fetched again. It may not exist.
+
+    Raises: RuntimeError without a home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 
 
 def below_root(name: str) -> str:
@@ -87,6 +102,19 @@ def load_part(kind: str, name: str) -> Any:
     module, _, attribute = added()[kind][name].partition(":")
     part = load_module(module)
     return getattr(part, attribute) if attribute else part
+
+
+def part_or(kind: str, name: str, otherwise: Any) -> Any:
+    """Return a part, or `otherwise` where no folder that is present adds it."""
+    return load_part(kind, name) if has_part(kind, name) else otherwise
+
+
+def refuse_words(program: str, message: str) -> NoReturn:
+    """End the program on a mistake in its options, which a missing folder may explain."""
+    gone = [f"{name}/" for name in FOLDERS if name in WITH_OPTIONS and name not in present()]
+    if gone and message.startswith(("unrecognized", "argument --draft", "argument --tree")):
+        message += f"; more are in the folder {', '.join(gone)}: restore what is missing"
+    fail(program, f"{message}; see --help")
 
 
 def run_program(name: str) -> None:
@@ -208,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports an error on one line, without the usage block."""
 
     def error(self, message: str) -> NoReturn:
-        fail(self.prog, f"{message}; see --help")
+        refuse_words(self.prog, message)
 
 
 def read_options(argv: list[str] | None = None) -> Options:

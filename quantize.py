@@ -76,8 +76,14 @@ def multiply_groups(x: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
     Returns: [M, N] fp32.
     """
     activations, scales = round_activations(x, codes.shape[2])
-    # integers of up to 30 bits are exact in fp64
-    sums = torch.einsum("mbk,nbk->mbn", activations.double(), codes.double()).float()
+    high = (activations / 256).round()
+    halves = torch.stack((high, activations - 256 * high))  # [2, M, groups, G], at most 7 bits
+    # integers of up to 24 bits are exact in fp32, of up to 53 bits in fp64
+    exact = torch.float32 if codes.shape[2] <= 512 else torch.float64
+    rows = halves.permute(2, 0, 1, 3).flatten(1, 2)  # [groups, 2 M, G]
+    sums = rows.to(exact) @ codes.to(exact).permute(1, 2, 0)  # [groups, 2 M, N]
+    high, low = sums.unflatten(1, (2, -1)).unbind(1)  # [groups, M, N] each
+    sums = high.double().mul_(256).add_(low).float().transpose(0, 1)  # [M, groups, N]
     return (sums * scales * steps.float().T).sum(1)
 
 

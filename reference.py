@@ -794,8 +794,7 @@ def head_program(head: nn.Module, embedding: nn.Module) -> Any:
 
 # what attention reads in every layer, made once a step; None: it reads masks
 path_table = None
-runs_passes = False
-merges_steps = False
+merges_steps = False  # whether neighbouring steps are one launch
 
 
 # ------------------------------------------------------------------------------------- the backend
@@ -808,7 +807,7 @@ DEFINED = (
     ("attention", "path_table"),
     ("linear", "matmul", "router_logits"),
     ("route", "experts_linear", "experts_matmul", "experts_bias"),
-    ("model_program", "head_program", "runs_passes", "merges_steps"),
+    ("model_program", "head_program", "merges_steps"),
 )
 
 

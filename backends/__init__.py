@@ -3,5 +3,21 @@
 NEEDS = ()
 ADDS = {
     "layouts": {"cpu": "backends.strips:pack_on_cpu", "cuda": "backends.planes:pack_on_cuda"},
+    "machine": {
+        "blocks": "backends.blocks",
+        "captures": "backends.switches:captures",
+        "check_own": "backends.cpp.build:check_own",
+        "check_switches": "backends.switches:check",
+        "cpu_operators_are_loaded": "backends.library:cpu_operators_are_loaded",
+        "describe_cpu": "backends.library:describe_cpu",
+        "has_cpu_operators": "backends.library:has_cpu_operators",
+        "is_plain": "backends.library:is_plain",
+        "pack_codes": "backends.weight:pack_codes",
+        "pages_for": "backends.cpp.pages:pages_for",
+        "set_plain": "backends.library:set_plain",
+        "single_torch_thread": "backends.library:single_torch_thread",
+        "switches_without_effect": "backends.switches:without_effect",
+        "usual_topk_and_size": "backends.library:usual_topk_and_size",
+    },
     "backend": {"cpu": "backends.chosen:on_cpu", "cuda": "backends.chosen:on_cuda"},
 }

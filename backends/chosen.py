@@ -50,14 +50,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     # whole passes, and the machine
     **dict.fromkeys(("device_time", "why_not_compiled"), ()),
 }
-ON_CPU = FAMILIES | dict.fromkeys(
-    ("model_program", "head_program", "runs_passes", "single_thread"), LAYERS
-)
+ON_CPU = FAMILIES | dict.fromkeys(("model_program", "head_program", "single_thread"), LAYERS)
 ON_CUDA = FAMILIES | dict.fromkeys(("model_program", "head_program", "merges_steps"), MERGED)
 # a function in C++ -> the dtypes of models that it serves; of others all
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("rms_norm", "linear", "router_logits", "experts_linear"), BF16),
-    **dict.fromkeys(("model_program", "head_program", "runs_passes", "single_thread"), BF16),
+    **dict.fromkeys(("model_program", "head_program", "single_thread"), BF16),
     **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu", "delta_rule"), WIDENED),
     **dict.fromkeys(("rotary", "rotary_cache", "attention"), WIDENED),
     "rope_angles": (*WIDENED, torch.float16),

@@ -133,6 +133,13 @@ def tiles_in_use() -> str:
     return "none"
 
 
+def describe_cpu() -> str:
+    """Return the library's name, or the processor, and the unit of matmuls on AMX tiles."""
+    from backends.cpp import build
+
+    return f"{build.loaded() or build.processor()} {tiles_in_use()}"
+
+
 def why_not_compiled(device: torch.device) -> str:
     """Return why the C++ operators do not run here, or "". On CUDA they are not asked for."""
     if device.type == "cuda" or has_cpu_operators():

@@ -48,6 +48,11 @@ def is_on(name: str) -> bool:
     return _one_of(f"GPT_EAGLE_{name}", ("1", "0")) == "1"
 
 
+def captures() -> bool:
+    """Return whether cycles on CUDA are captured. Raises: ValueError for a wrong switch."""
+    return is_on("GRAPHS")
+
+
 def kind_of_tiles() -> str:
     """Return the unit of matmuls on AMX tiles that is asked for (backends/cpp/tiles.py).
 

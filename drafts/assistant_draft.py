@@ -37,14 +37,15 @@ from files.keys import WIDTH
 from files.weights import check_layers
 from kv_cache import KVCache, Window, causal_window, sliding
 from model import Transformer, layer_names, run_layers, windows_of
-from models.gemma4 import Gemma4, read_config
-from options import require
+from options import load_part, require
 from quantize import Linear, Quantization
 from run.draft_method import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype
 
+gemma4 = load_part("architecture", "Gemma4ForCausalLM")
+Gemma4 = gemma4.Gemma4
 ORDER = "masked_embedding.token_ordering"  # tokens, cluster by cluster
 NAMES = {
     "pre_projection.weight": ("pre_projection.weight",),
@@ -84,7 +85,7 @@ def read_assistant(path: Path) -> Assistant:
     text = text_part(raw) | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": None}
     with naming(file):
         own = read_fields(raw, HFAssistant)
-        layers = read_config(text, "Gemma4ForCausalLM")
+        layers = gemma4.read_config(text, "Gemma4ForCausalLM")
     count = own.num_centroids
     fault = f"{file}: num_centroids ({count}) must divide vocab_size ({layers.vocab_size})"
     fault += ", and be no less than centroid_intermediate_top_k"

@@ -45,11 +45,11 @@ from torch import Tensor
 from decode import CycleResult
 from drafters import Drafter
 from drafts.deferred import LazyDrafter, read_skipped
-from drafts.drafted import source_of
 from drafts.presets import PresetPolicy, lookup_of
 from drafts.remembered import file_of, recall, remember
 from files.io import read_json
-from run import ranks
+from files.rank import this_rank
+from run.drafted import source_of
 from run.engine import Engine
 from run.observer import View
 from run.options import DEPTH
@@ -128,7 +128,7 @@ class AutoTrees(PresetPolicy):
         clocks of ranks differ: neither may depend on a time.
         """
         policy = super().on_engine_ready(engine, time_presets)
-        if engine.config.accept == "exact" and ranks.this_rank().world_size == 1:
+        if engine.config.accept == "exact" and this_rank().world_size == 1:
             times = time_presets() if engine.captured else ()
             policy.sizers = {}
             policy.new_sizer = partial(sizer_of, engine, times, self.lookup)

@@ -12,10 +12,10 @@
 
 Sources: DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), DSpark (arXiv 2607.05147), DFlash2
 (z-lab/dflash, dflash/model.py @10129599), DSpine (sgl-project/SpecForge @64ab5ca), LiLiCorr
-(arXiv 2608.20530; models/correlator.py).
+(arXiv 2608.20530; drafts/correlator.py).
 Trade-off: a block whose positions see each other always has the size that it was trained with;
 a causal one has as many positions as the tree has levels. Not here: the files
-(files/block_heads.py).
+(drafts/block_heads.py).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import Tensor, nn
 
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab
+from drafts.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
+from drafts.correlator import Correlator
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
-from files.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from files.checkpoint import WeightFiles, saved_quantization
 from files.heads import head_files, is_same_embedding
 from files.io import is_gguf
 from kv_cache import KVCache, Window, causal_window
 from model import RotaryEmbeddings, Transformer, windows_of
-from models.correlator import Correlator
 from quantize import Linear, Quantization, Storage, load_weights
 from reference import TORCH, use_backend
 from run.draft_method import DraftMethod, method_of

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backends.library import single_torch_thread
 from decode import CycleResult
 from draft_tree import DrafterUpdate
+from files.machine import single_torch_thread
 from model import Transformer
 from run.observer import Observer, View
 

@@ -24,9 +24,14 @@ import torch
 from torch import Tensor
 
 from files.eagle_variants import PartNorm
-from models.steps import GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend
+from options import part_or
 from steps import Attend, Gate, Norm, Project, Rotate, Route, Step
 
+# steps of the folder models/; (): it is not here, and no step is one of them
+GeluGate, HeadNorm, OffsetNorm, SplitGate, WindowAttend = (
+    part_or("step", name, ())
+    for name in ("GeluGate", "HeadNorm", "OffsetNorm", "SplitGate", "WindowAttend")
+)
 GATES = (Gate, GeluGate)
 
 # writes a tensor, its first argument, with that of the small model, if there is one

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from backends.cpp.build import check_own, loaded, processor
-from backends.library import tiles_in_use
-from files.io import cache_folder, folder_lock, replace_file
-from options import log_note
+from files.io import folder_lock, replace_file
+from files.machine import describe_cpu
+from options import cache_folder, log_note, part_or
 from run.engine import Engine
 
+# the check that a folder is the user's own; without backends/ nothing is remembered
+check_own = part_or("machine", "check_own", None)
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (
     "inflate", "draft", "quant", "group_size", "quant_draft", "dtype", "device",
@@ -45,7 +46,7 @@ def folder() -> Path | None:
     Raises: RuntimeError without a home directory.
     """
     named = os.environ.get("GPT_EAGLE_TREES")
-    if named == "":
+    if named == "" or check_own is None:
         return None
     if named is not None:
         return Path(named)
@@ -64,10 +65,8 @@ def file_of(engine: Engine) -> Path | None:
     if parent is None:
         return None
     on_cuda = engine.device.type == "cuda"
-    if on_cuda:
-        chip = torch.cuda.get_device_name()
-    else:  # the operators' name covers the processor that they are built for
-        chip = f"{loaded() or processor()} {tiles_in_use()}"
+    # on a CPU the operators' name covers the processor that they are built for
+    chip = torch.cuda.get_device_name() if on_cuda else describe_cpu()
     options = [engine.option(name) for name in OPTIONS]
     samples = config.temperature > 0
     presets = [preset.name for preset in engine.presets]

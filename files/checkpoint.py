@@ -216,7 +216,7 @@ class Codes(NamedTuple):
 class TensorSource(quantize.TensorSource):
     """Tensors by name, and their config.json, with what loading tells about them.
 
-    `quantized` of a GGUF file has functions that return `files.gguf_blocks.Blocks`.
+    `quantized` of a GGUF file has functions that return `backends.blocks.Blocks`.
     """
 
     note: str = ""  # printed when all is read

@@ -1,4 +1,4 @@
-"""Read a checkpoint's `config.json` as a `ModelConfig`, and find the draft of a target.
+"""Read a checkpoint's `config.json` as a `ModelConfig`, and open its tensors.
 
 A checkpoint is a Hugging Face directory or a GGUF file; `open_source` and `read_raw` take both.
 The dataclasses here declare each key that is read, with its type, range and default
@@ -10,34 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from backends.library import has_cpu_operators
 from files import registry
 from files.checkpoint import (
     TensorSource,
     WeightFiles,
     foreign_quantization,
     read_model_config,
-    saved_quantization,
     scale_name,
 )
 from files.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
-from files.gguf_blocks import keeps_blocks
-from files.gguf_header import read_header
-from files.head_kinds import gguf_head_kind, head_kind
-from files.io import bundled_head, is_gguf, read_json
+from files.head_kinds import MTP, gguf_head_kind
+from files.io import is_gguf, read_json
 from files.keys import HFLayerTypes, all_ids, check_layer_types
-from files.known_heads import own_head
 from files.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig
 from options import log_note
-from quantize import BLOCKS
-from run.methods import MTP, head_kinds
-from run.options import OF_DRAWS, GenerateConfig, Sampling
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -169,41 +160,6 @@ def check_kinds(raw: dict, config: ModelConfig) -> None:
         check_layer_types(read_fields(raw, HFLayerTypes).layer_types, config.n_layers)
 
 
-# of `Sampling`: what llama.cpp's keys call otherwise
-GGUF_SAMPLING = {
-    "temperature": "temp",
-    "repetition_penalty": "penalty_repeat",
-    "repeat_last_n": "penalty_last_n",
-}
-
-
-def recommended_sampling(path: Path) -> dict[str, Any]:
-    """Return the sampling that a model names, by the fields of `options.Sampling`.
-
-    A directory names it in generation_config.json, a GGUF file in its metadata. As in transformers,
-    a model that is sampled has a temperature of 1 where none is named, and one that asks for no
-    draw, or has `do_sample` false, is decoded greedily: its penalties alone are returned.
-    Raises: ValueError for a broken file.
-    """
-    samples = None
-    if is_gguf(path):
-        metadata = read_header(path).metadata
-        found = {name: metadata.get(f"general.sampling.{name}") for name in Sampling._fields}
-        for name, theirs in GGUF_SAMPLING.items():
-            found[name] = metadata.get(f"general.sampling.{theirs}")
-    else:
-        file = path / "generation_config.json"
-        generation = read_json(file) if file.exists() else {}
-        found = {name: generation.get(name) for name in Sampling._fields}
-        samples = generation.get("do_sample")
-    found = {name: value for name, value in found.items() if value is not None}
-    if samples is None:
-        samples = any(name in found for name in OF_DRAWS)
-    if samples:
-        return {"temperature": 1.0} | found
-    return {name: value for name, value in found.items() if name not in OF_DRAWS}
-
-
 def config_from(
     raw: dict, architecture: str, extra_eos: int | list[int] | None = None
 ) -> ModelConfig:
@@ -213,104 +169,3 @@ def config_from(
     """
     config = registry.row_named(architecture).load().read_config(raw, architecture)
     return replace(config, eos_ids=all_ids([*config.eos_ids], extra_eos))
-
-
-# ------------------------------------------------------------------------------ beside a target
-
-
-def resolve_draft(
-    config: GenerateConfig, path: Path, dtype: str = "", without_head: str = "none"
-) -> GenerateConfig:
-    """Fill in the draft (a head next to the target is the default), its format, and `dtype`.
-
-    config: `dtype` as the user gave it, `quant` as the target was loaded
-    dtype: of the target as it was loaded; default: as `config` has it
-    without_head: the draft where none is asked for, and there is no head
-    """
-    head = _head_of(config, path)
-    draft = config.draft
-    if not draft:
-        draft = head_kind(Path(head)) if head else without_head
-        if not head:
-            replace(config, draft=draft).check_needs()
-    if draft == MTP and not head:
-        head = str(path)  # which holds it
-    config = replace(config, draft=draft, head=head)
-    draft_path = Path(head or config.draft_checkpoint)
-    resolved = replace(config, dtype=dtype or config.dtype, quant_draft="none")
-    if not (head or config.draft_checkpoint):
-        return resolved
-    asked = replace(resolved, quant_draft=config.quant_draft)
-    in_blocks = keeps_blocks(config, draft_path) and open_source(draft_path).block_types != ""
-    if head and config.device.startswith("cuda"):
-        in_blocks = False  # a head is rounded as one of a directory
-    form = _draft_format(asked, draft_path, in_blocks)
-    return replace(resolved, quant_draft=BLOCKS if form == "none" and in_blocks else form)
-
-
-def _head_of(config: GenerateConfig, path: Path) -> str:
-    """Return the files of the head that drafts: as given, or the checkpoint's own; "": none.
-
-    Raises: ValueError for a kind of draft whose head is missing, or of another kind.
-    """
-    kind = config.draft.removesuffix("+ngram") or "eagle"
-    if kind not in head_kinds():
-        return ""
-    head = config.head or own_head(path, config.draft and kind)
-    if not config.draft or (kind == MTP and not head):
-        return head
-    if not head:
-        raise ValueError(
-            f"--draft {config.draft} needs a head; name its directory with --head "
-            f"(there is no {bundled_head(path, kind)})"
-        )
-    own_kind = head_kind(Path(head))
-    if own_kind != kind:
-        raise ValueError(
-            f"--draft {config.draft} needs a head of its own kind, and {head} holds one of the "
-            f"kind {own_kind}; name another --head, or drop --draft"
-        )
-    return head
-
-
-def _draft_format(config: GenerateConfig, path: Path, in_blocks: bool) -> str:
-    """Return the draft's number format: of its files, or of `quant_draft`, or the target's.
-
-    in_blocks: its file is a GGUF file whose blocks can stay
-    """
-    raw = read_raw(path)
-    saved = saved_quantization(raw)
-    asked = config.quant_draft
-    if saved is not None:
-        if asked not in ("", saved.format) and not config.draft.startswith("eagle"):
-            raise ValueError(f"{path} is quantized already ({saved.format}); drop quant_draft")
-        return asked or saved.format
-    if asked:
-        return asked
-    if config.head and in_blocks:
-        return "none"
-    if config.quant not in ("none", BLOCKS):
-        return config.quant
-    # a draft model in a GGUF file keeps the file's bits; on CUDA none was measured in int4
-    small = config.head or not (is_gguf(path) or config.device.startswith("cuda"))
-    return _small_format(config, raw) if small else "none"
-
-
-def _small_format(config: GenerateConfig, raw: dict) -> str:
-    """Return the format of a head or draft model whose target is not quantized.
-
-    The draft's format changes no output, and reading the draft is most of its time.
-    """
-    if "float32" in str(config.dtype or raw.get("torch_dtype") or raw.get("dtype")):
-        return "none"
-    if not config.device.startswith("cuda"):
-        if has_cpu_operators("products"):
-            return "int8"
-        return "none"  # int8 is slow in Python
-    layer = raw.get("transformer_layer_config")  # speculators' layout of a head
-    if not isinstance(layer, dict):
-        layer = raw
-    sizes = [layer.get(name) for name in ("hidden_size", "intermediate_size")]
-    if all(isinstance(size, int) and size % 32 == 0 for size in sizes):
-        return "int4"
-    return "none"

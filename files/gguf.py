@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.library import cpu_operators_are_loaded
 from files.checkpoint import TensorSource
-from files.gguf_blocks import Blocks
 from files.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from files.gguf_tokenizer import end_ids, special_id
+from files.machine import blocks, cpu_operators_are_loaded
 from files.registry import gguf_names, gguf_refusal, row_named, row_of_gguf
 from model import Rope, rope_frequencies
 
@@ -121,7 +120,7 @@ class GgufFile(TensorSource):
 
     def keep_blocks(self, names: Iterable[str] | None = None) -> None:
         """Leave the matrices that are stored in blocks to `quantized`, as
-        `files.gguf_blocks.Blocks`.
+        `backends.blocks.Blocks`.
 
         names: of tensors in blocks; None: all but routers, which are small, and decide
         Writes: readers, quantized.
@@ -158,7 +157,7 @@ class GgufFile(TensorSource):
         info = self._header.tensors[name]
         return len(info.shape) > 1 and TYPES[info.type_id].name not in STORED
 
-    def _blocks(self, name: str, part: int | None = None, heads: int = 0) -> Blocks:
+    def _blocks(self, name: str, part: int | None = None, heads: int = 0) -> Any:
         """Return a weight in its blocks. Arguments: as for `_tensor`."""
         info = self._header.tensors[name]
         shape, content = self._content(name, part)
@@ -169,7 +168,7 @@ class GgufFile(TensorSource):
             )
         rows, inputs = shape
         content = torch.from_numpy(content).view(rows, -1)
-        return Blocks(name, content, info.type_id, inputs, row_order(rows, heads))
+        return blocks.Blocks(name, content, info.type_id, inputs, row_order(rows, heads))
 
     def _package(self) -> Any:
         """Import the package `gguf`, which takes 0.1 s. Raises: ValueError when it is missing."""

@@ -1,7 +1,7 @@
 """Read a GGUF file that holds a draft head, under the names of the official layouts.
 
 `GgufHead` is a `TensorSource` of two of llama.cpp's architectures: `eagle3` gets the names and keys
-of SafeAILab's layout (files/heads.py), `dflash` those of DFlash's (files/block_heads.py). As in a
+of SafeAILab's layout (files/heads.py), `dflash` those of DFlash's (drafts/block_heads.py). As in a
 model's file, matrices can stay in their blocks. A `dflash` file is DSpark's or DFlash2's by its
 tensors.
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from options import PREFIX, ROOT, log_note, one_line
+from options import PREFIX, ROOT, cache_folder, log_note, one_line
 
 try:
     import fcntl
@@ -351,14 +351,6 @@ def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
     beside = checkpoint.with_name(f"{name}-{kind}")
     ours = CHECKPOINTS / beside.name
     return ours if ours.is_dir() and not beside.is_dir() else beside
-
-
-def cache_folder() -> Path:
-    """Return the folder of what can be made or fetched again. It may not exist.
-
-    Raises: RuntimeError without a home directory.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
 
 
 # files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from files.checkpoint import METHOD, foreign_quantization
 from files.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
-from run.options import GROUP_SIZES
+from quantize import GROUPS
 
 GROUP = integer(-1, 2**20)
 BLOCK = Rule(
@@ -42,7 +42,7 @@ class StoredFormat:
         They have the file's groups or parts of them.
         """
         config = {"quant_method": METHOD, "format": "int4" if self.format == "int4" else "int8"}
-        fits = [size for size in GROUP_SIZES if self.group_size and self.group_size % size == 0]
+        fits = [size for size in GROUPS if self.group_size and self.group_size % size == 0]
         if fits:
             config["group_size"] = fits[-1]
         return config
@@ -135,7 +135,7 @@ def _group(size: int) -> int:
     Raises: NotSupported for one that no group of ours divides.
     """
     rule = "a group size must be a multiple of 32, or -1, a scale per output"
-    _refuse(size == -1 or size > 0 and size % GROUP_SIZES[0] == 0, f"{rule}; it is {size}")
+    _refuse(size == -1 or size > 0 and size % GROUPS[0] == 0, f"{rule}; it is {size}")
     return max(size, 0)
 
 

@@ -16,7 +16,7 @@ from files.fields import text_part
 from files.gguf_header import read_header
 from files.head_kinds import ARCHITECTURES as HEADS
 from files.io import is_gguf, read_json
-from options import added, load_module
+from options import added, load_module, present
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 
@@ -110,9 +110,14 @@ def check_architecture(path: Path) -> None:
 def gguf_refusal(name: object) -> str:
     """Return the line about a GGUF file of an architecture that nobody has described."""
     known = ", ".join(gguf_names())
-    return f"the architecture {name} is not supported; supported are {known}; {PAGE}"
+    return f"the architecture {name} is not supported; supported are {known}; {_page()}"
+
+
+def _page() -> str:
+    """Return where others are: in models/, if that is missing; else a page tells how to add one."""
+    return PAGE if "models" in present() else "others are in the folder models/; restore it"
 
 
 def refusal(name: str) -> str:
     """Return the line about an architecture that nobody has described."""
-    return f"architecture {name} is not supported; supported are {', '.join(names())}; {PAGE}"
+    return f"architecture {name} is not supported; supported are {', '.join(names())}; {_page()}"

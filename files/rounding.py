@@ -22,7 +22,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from backends.library import cpu_operators_are_loaded, single_torch_thread
 from files.calibrate import Moments, encode_calibrated, moments_of
 from files.checkpoint import (
     METHOD,
@@ -36,12 +35,13 @@ from files.checkpoint import (
     write_checkpoint,
 )
 from files.config import read_raw
-from files.io import cache_folder, check_apart, check_out, folder_lock, read_json, show_progress
+from files.io import check_apart, check_out, folder_lock, read_json, show_progress
+from files.machine import cpu_operators_are_loaded, single_torch_thread
+from files.rank import this_rank
 from files.stacks import StackedFiles, has_stacks
 from files.tokenizer import has_tokenizer
-from options import log_note
+from options import cache_folder, log_note
 from quantize import FORMATS, Quantization, check_finite, fit_group, in_groups
-from run.rank import this_rank
 
 VERSION = 2  # of the rounding and of its text, for the cache
 TIED = "model.embed_tokens.weight"

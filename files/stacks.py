@@ -15,17 +15,15 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from backends.library import cpu_operators_are_loaded
-from backends.strips import part_bytes
-from backends.weight import Part
 from files.checkpoint import TensorSource, is_mxfp4
-from files.gguf_blocks import MXFP4, Blocks, bad_scale
+from files.machine import blocks, cpu_operators_are_loaded
 
+MXFP4 = 39  # of GGUF's types
 STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # a stack -> the matrices of an expert whose rows take turns in it
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -63,20 +61,26 @@ class Mxfp4(NamedTuple):
         return len(self.codes), self.inputs
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Any:
         """The outputs and the layout of the packed weight."""
-        return Part("MXFP4", len(self.codes))
+        return blocks.Part("MXFP4", len(self.codes))
 
     def bytes(self, device: str) -> int:
         """Return the size of the packed weight. device: a CPU, as CUDA has no matmul for it"""
-        return part_bytes(self.part, self.inputs)
+        return blocks.part_bytes(self.part, self.inputs)
 
-    def as_blocks(self) -> Blocks:
-        """Return the weight in GGUF's order: a power of two, then codes i and i + 16 in a byte."""
+    def content(self) -> Tensor:
+        """Return the weight in GGUF's order: a power of two, then codes i and i + 16 in a byte.
+
+        Returns: [N, bytes of a row] uint8.
+        """
         halves = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(2)  # [N, K / 32, 32]
         low, high = halves.split(GROUP // 2, -1)
-        content = torch.cat((self.powers[..., None], low | high << 4), -1).flatten(1)
-        return Blocks(self.name, content, MXFP4, self.inputs)
+        return torch.cat((self.powers[..., None], low | high << 4), -1).flatten(1)
+
+    def as_blocks(self) -> Any:
+        """Return the weight as a `backends.blocks.Blocks`."""
+        return blocks.Blocks(self.name, self.content(), MXFP4, self.inputs)
 
     def pack(self, out: Tensor, path: Path) -> None:
         """Lay the blocks out in strips. Raises, writes: as `Blocks.pack`."""
@@ -160,13 +164,16 @@ class StackedFiles(TensorSource):
 
     def _numbers(self, name: str, expert: int, rows: slice) -> Tensor:
         """Return the numbers of a weight, [N, K] fp32. Raises: as `_mxfp4`; for a power of 255."""
-        blocks = self._mxfp4(name, expert, rows).as_blocks()
-        each = blocks.content.unflatten(1, (-1, 1 + GROUP // 2))  # [N, K / 32, 17]
+        weight = self._mxfp4(name, expert, rows)
+        content = weight.content()
+        each = content.unflatten(1, (-1, 1 + GROUP // 2))  # [N, K / 32, 17]
         if (each[..., 0] == 255).any():
-            raise ValueError(bad_scale(blocks, self.path))
+            raise ValueError(
+                f"{self.path}: {name} has a scale that is NaN or infinite; download it again"
+            )
         if cpu_operators_are_loaded():
-            value = torch.empty(blocks.shape)
-            torch.ops.gpt_eagle.widen_blocks(blocks.content.flatten(), MXFP4, value)
+            value = torch.empty(weight.shape)
+            torch.ops.gpt_eagle.widen_blocks(content.flatten(), MXFP4, value)
             return value
         return decode(each)
 

@@ -229,6 +229,11 @@ class Tokenizer:
         return (self._added[max(tokens, key=len)].id,)
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint. Raises: as `Tokenizer.load`."""
+    return Tokenizer.load(path)
+
+
 def has_tokenizer(path: Path) -> bool:
     """Return whether a checkpoint holds a tokenizer.
 

@@ -15,20 +15,14 @@ import ctypes
 import math
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from backends.cpp.pages import REGION, HugePages
-from backends.library import cpu_operators_are_loaded, has_cpu_operators, single_torch_thread
-from backends.planes import planes
-from backends.strips import part_bytes, table_of
-from backends.triton.layout import BLOCK_FORMS
-from backends.weight import Embedding, Weight, pack_codes
-from files import gguf_blocks
 from files.checkpoint import (
     STORED,
     Codes,
@@ -40,8 +34,16 @@ from files.checkpoint import (
     stored_shapes,
 )
 from files.config import EMBEDDING, open_source, read_config
-from files.gguf_blocks import Blocks, Numbers
 from files.io import StatusLine, is_gguf
+from files.machine import (
+    blocks,
+    cpu_operators_are_loaded,
+    has_cpu_operators,
+    pack_codes,
+    pages_for,
+    single_torch_thread,
+)
+from files.memory import check_memory
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer, weight_names
 from options import log_note, one_line
 from quantize import (
@@ -57,10 +59,8 @@ from quantize import (
     linear_weights,
     load_weights,
     some,
-    stack,
 )
 from reference import choose, use_backend
-from run.stats import check_memory
 
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
@@ -79,7 +79,7 @@ class CheckpointLoader(Loader):
 
     def __init__(self, files: TensorSource, storage: Storage):
         super().__init__(files, storage)
-        self.pages: HugePages | None = None
+        self.pages: Any = None  # huge pages, where there are such
         self.wide: list[str] = []  # weights that the device's product cannot hold
         self.status = StatusLine()
         self.placed = 0
@@ -93,7 +93,7 @@ class CheckpointLoader(Loader):
         quant = super().load(model, names, ignored)
         if self.wide:
             log_note(
-                f"{self.files.path}: int8 on CUDA has no groups of inputs; "
+                f"{self.files.path}: {_why_widened()}; "
                 f"converted to {str(self.storage.dtype).removeprefix('torch.')}: {some(self.wide)}"
             )
         return quant
@@ -138,7 +138,7 @@ class CheckpointLoader(Loader):
     def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], packed: set[str]) -> None:
         params = dict(model.named_parameters())
         stored_bytes = _check_memory(self.files, params, names, packed, self.storage)
-        self.pages = HugePages() if stored_bytes >= REGION else None
+        self.pages = pages_for(stored_bytes)
         on_one_thread = stored_bytes < SMALL and cpu_operators_are_loaded()
         self.total = len(names)
         with self.status, single_torch_thread(on_one_thread):
@@ -198,14 +198,19 @@ class CheckpointLoader(Loader):
             target.copy_(part)
         return value
 
-    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> Embedding:
+    def embedding(self, names: tuple[str, ...], shape: torch.Size) -> nn.Module:
         """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
-        on_cuda = gguf_blocks.in_planes(self.storage.device)
+        on_cuda = blocks.in_planes(self.storage.device)
         dtype = self.storage.dtype if on_cuda else torch.float32
-        return Embedding(self.packed(names, shape), dtype)
+        return blocks.Embedding(self.packed(names, shape), dtype)
 
     def fits_device(self, names: tuple[str, ...]) -> bool:
-        """Return whether the device's product holds the codes of others; int8 on CUDA may not."""
+        """Return whether the device's product holds the codes of others; int8 on CUDA may not.
+
+        Without the folder backends/ no layout has their zero points and groups.
+        """
+        if self.files.quantized and pack_codes is None:
+            return False
         is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
         if not (is_int8_on_cuda and self.files.quantized):
             return True
@@ -222,18 +227,18 @@ class CheckpointLoader(Loader):
         self.wide.append(names[0])
         return self.below(parts, names, flat, self.storage.dtype).view(shape)
 
-    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         if self.storage.quant.is_blocks:
             return self._blocks(names, shape)
         return super().packed(names, shape)
 
-    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         format = self.storage.quant.format
         if self.files.quantized:
             return pack_codes(format, *self._codes_of_others(names, shape))
         return super().pack(names, shape)
 
-    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         """Pack a weight, or a stack of them, that stays in the file's blocks.
 
         Numbers that the file has beside blocks of the same layer become bfloat16.
@@ -248,34 +253,15 @@ class CheckpointLoader(Loader):
                 f"{self.files.path}: the experts of {names[0]} and others are of several types; "
                 "use --dtype bfloat16"
             )
-        (parts,) = kinds
-        if gguf_blocks.in_planes(self.storage.device):
-            weights = (self._planes(of_expert) for of_expert in sources)
-            return stack(weights, len(sources)) if len(shape) == 3 else next(weights)
-        sizes = [part_bytes(part, shape[-1]) for part in parts]
-        every = torch.Size((len(sources), sum(sizes)))
-        data = (
-            self.pages.empty(every, torch.uint8)
-            if self.pages
-            else torch.empty(every, dtype=torch.uint8)
+        return blocks.packed(
+            sources, len(shape) == 3, self.storage.device, self.pages, self.files.path
         )
-        for of_expert, bytes in zip(sources, data):
-            for source, out in zip(of_expert, bytes.split(sizes)):
-                source.pack(out, self.files.path)
-        table = table_of(parts, shape[-1], sizes)
-        if len(shape) == 3:
-            return Weight(data, parts, shape[-1], table, experts=len(sources))
-        return Weight(data[0], parts, shape[-1], table)
 
-    def _planes(self, sources: Sequence[Blocks]) -> Weight:
-        """Pack a weight for CUDA."""
-        device = self.storage.device
-        return planes([gguf_blocks.planes(each, device, self.files.path) for each in sources])
-
-    def _block_source(self, name: str) -> Blocks | Numbers:
+    def _block_source(self, name: str) -> Any:
+        """Return a part as a `backends.blocks.Blocks`, or `Numbers`."""
         if name in self.files.quantized:
             return self.files.quantized[name]()
-        return Numbers(self.files.read(name, torch.bfloat16))
+        return blocks.Numbers(self.files.read(name, torch.bfloat16))
 
     def codes(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a weight: the files hold them, or it is rounded."""
@@ -373,9 +359,9 @@ def _check_memory(
     quant = storage.quant
     need = 0
     for name, parameter in params.items():
-        blocks = [theirs for theirs in names[name] if theirs in files.quantized]
-        if quant is not None and quant.is_blocks and blocks:
-            weights = [files.quantized[theirs]() for theirs in blocks]
+        in_blocks = [theirs for theirs in names[name] if theirs in files.quantized]
+        if quant is not None and quant.is_blocks and in_blocks:
+            weights = [files.quantized[theirs]() for theirs in in_blocks]
             need += sum(weight.bytes(storage.device) for weight in weights)
             rest = parameter.numel() - sum(math.prod(weight.shape) for weight in weights)
             need += max(rest, 0) * torch.bfloat16.itemsize  # of another shape it is refused later
@@ -395,9 +381,18 @@ def _check_memory(
     return need
 
 
+def _why_widened() -> str:
+    """Return the reason why codes of others become numbers."""
+    if pack_codes is None:
+        return "codes of others need the folder backends/"
+    return "int8 on CUDA has no groups of inputs"
+
+
 def _widens_groups(files: TensorSource, storage: Storage) -> bool:
     """Return whether groups of others' int8 become numbers: on CUDA, whose product has none."""
     quant = storage.quant
+    if files.quantized and pack_codes is None:
+        return True
     on_cuda = storage.device != "cpu" and bool(files.quantized)
     return on_cuda and quant.format == "int8" and quant.group_size > 0
 
@@ -488,7 +483,7 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
     Writes: the LM head.
     """
     embedding = model.embedding
-    if isinstance(embedding, Embedding):
+    if not isinstance(embedding, nn.Embedding):  # it is packed
         model.lm_head.pack(embedding.record)
     elif quant is None:
         model.lm_head.weight = embedding.weight
@@ -496,7 +491,9 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
         has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
         group = quant.group_size if has_groups else 0
         model.lm_head.pack(FORMATS[quant.format].round(embedding.weight, group))
-        HugePages().move(model.lm_head)
+        pages = pages_for(model.lm_head.weight.data.nbytes)
+        if pages:
+            pages.move(model.lm_head)
 
 
 def keep_blocks(
@@ -507,11 +504,11 @@ def keep_blocks(
     model: on the meta device; every_type: on CUDA not only `KEPT_BY_DEFAULT`
     Returns: their format, or None where there are none.
     """
-    if not gguf_blocks.in_planes(device):
+    if not blocks.in_planes(device):
         files.keep_blocks()
         return Quantization(BLOCKS, saved=True) if files.quantized else None
     names = weight_names(model.config)
-    kept = BLOCK_FORMS.keys() if every_type else set(gguf_blocks.KEPT_BY_DEFAULT)
+    kept = {*blocks.kept_types(device, every_type)}
     for ours in names.keys() & {*linear_weights(model), "embedding.weight"}:
         types = {files.type_of(name) for name in names[ours]}
         is_stack = model.get_parameter(ours).dim() == 3  # whose weights are all of one type
@@ -528,11 +525,11 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     if not kinds:
         return ""
     widened = sorted({files.type_of(name) for name in files.readers} - {""})
-    on_cuda = gguf_blocks.in_planes(storage.device)
+    on_cuda = blocks is not None and blocks.in_planes(storage.device)
     if quant is None or (quant.is_blocks and on_cuda and widened):
         note = f"the file's {', '.join(widened)} weights are converted to {dtype}"
         asks = quant is not None and quant.every_type
-        if on_cuda and not asks and BLOCK_FORMS.keys() & set(widened):
+        if on_cuda and not asks and {*blocks.kept_types(storage.device, True)} & {*widened}:
             note += "; --set keep_blocks=true, without dtype, keeps their bits"
         return note
     if quant.is_blocks:

@@ -21,6 +21,11 @@ TABLE = (
 NEEDS = ("files",)
 ADDS = {
     "operators": {"recurrent": "models.recurrent", "gates": "models.operators"},
+    "step": {
+        name: f"models.steps:{name}"
+        for name in ("GeluGate", "HeadNorm", "OffsetNorm", "SplitGate", "WindowAttend")
+    },
+    "config": {"qwen": "models.mixtures:Qwen"},
     "architecture": {name: f"models.{file}" for file, name, _, _ in TABLE},
     "model type": {kind: name for _, name, kind, _ in TABLE},
     "gguf architecture": {gguf: name for _, name, _, gguf in TABLE if gguf},

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from files.io import StatusLine, write_text
-from options import load_part, log_note, one_line_errors, require
-from run import ranks
+from options import load_part, log_note, require
 from run.engine import Engine
 from run.load import load, without_draft
+from run.parsing import one_line_errors
 from run.prompts import (
     Conversation,
     PromptRow,
@@ -41,6 +41,7 @@ from run.prompts import (
     for_one_answer,
     with_options,
 )
+from run.rank import of_ranks
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary
@@ -527,9 +528,9 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
-    config, prompts, text, to_end, keys = command or read_command(argv, ranks.check)
+    config, prompts, text, to_end, keys = command or read_command(argv)
     with one_line_errors("generate.py"):
-        engine = load(ranks.init_ranks(config, prompts), text)
+        engine = load(of_ranks("init_ranks", lambda config, prompts: config)(config, prompts), text)
         if to_end and engine.template is not None:
             engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
         if keys is None:
@@ -544,5 +545,7 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
 
 def main_of_rank(command: Command | None) -> None:
     """Run the command line in this process, which may be one of torchrun's ranks."""
-    with ranks.report_from_rank_0("generate.py"):
+    with one_line_errors("generate.py"):
+        report = of_ranks("report_from_rank_0", nullcontext)
+    with report("generate.py"):
         main(command=command)

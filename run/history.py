@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from files.io import cache_folder, replace_file
+from files.io import replace_file
+from options import cache_folder
 
 KEPT = 1000  # lines, at least, of a file that has grown long
 TEXT = {"encoding": "utf-8", "errors": "surrogateescape"}  # bytes that are no letters stay

@@ -16,17 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backends import switches
-from backends.library import (
-    FAMILIES,
-    has_cpu_operators,
-    set_plain,
-)
 from decode import build_cycles
 from drafters import RootOnly
+from files.machine import has_cpu_operators
+from files.memory import free_bytes
+from files.rank import this_rank
 from model import DTYPES, Transformer
-from options import load_module, load_part, log_note, require
-from run import ranks
+from options import load_module, load_part, log_note, part_or, require
 from run.cuda import set_cuda_device
 from run.draft_method import DraftMethod
 from run.engine import Engine, cache_dtype
@@ -34,8 +30,9 @@ from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
 from run.prompts import read_grammar
-from run.resolved import tree_options
-from run.stats import free_bytes, sequence_memory, slot_bytes
+from run.rank import of_ranks
+from run.resolved import resolve_draft, tree_options
+from run.stats import sequence_memory, slot_bytes
 from run.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -87,7 +84,7 @@ def load(
         _context(asked, target),
         eos_ids,
         config=asked,
-        captures=switches.is_on("GRAPHS"),
+        captures=part_or("machine", "captures", lambda: True)(),
         shaping=_shaping(asked, target, tokenizer, eos_ids),
         tokenizer=tokenizer,
         template=template,
@@ -142,8 +139,8 @@ def _pick_device(config: GenerateConfig) -> str:
     require(not config.kv or device == "cpu", fault)
     set_cuda_device(device)
     if config.plain:
-        set_plain(FAMILIES)
-    unused = ", ".join(switches.without_effect(device))
+        part_or("machine", "set_plain", lambda families: None)(("all",))
+    unused = ", ".join(part_or("machine", "switches_without_effect", lambda device: ())(device))
     if unused:
         note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
         log_note(note)
@@ -198,8 +195,8 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     """Load the weights, in the format that the options and the files ask for."""
     from files.gguf_blocks import keeps_blocks
     from files.rounding import calibrated, is_calibrated
+    from files.weights import load_model
     from quantize import BLOCKS, Quantization
-    from run import tp
 
     source = None
     if config.inflate:
@@ -212,7 +209,8 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     if quant is not None and is_calibrated(quant, path) and source is None:
         source = calibrated(path, quant)
         quant = None  # the source has the format
-    return tp.load_model(path, DTYPES.get(config.dtype), config.device, quant, source)
+    load = of_ranks("load_model", load_model)
+    return load(path, DTYPES.get(config.dtype), config.device, quant, source)
 
 
 def _resolved(
@@ -220,7 +218,7 @@ def _resolved(
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
     from files.checkpoint import saved_quantization
-    from files.config import read_raw, resolve_draft
+    from files.config import read_raw
     from quantize import BLOCKS
 
     config = replace(config, device=device, compile=how_to_run(config, device))
@@ -287,7 +285,7 @@ def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> st
     may_draft = target.config.mtp and has_drafts() and not config.inflate
     if may_draft and find_mtp(path):
         return MTP
-    one_cpu = config.device == "cpu" and ranks.this_rank().world_size == 1
+    one_cpu = config.device == "cpu" and this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_drafts() else "none"
 
 
@@ -319,7 +317,7 @@ def _context(config: GenerateConfig, target: Transformer) -> int:
     caches = config.batch_size * (2 if config.compare else 1)
     room = CACHE_SHARE * free_bytes(str(weight.device))
     fits = int(room / (caches * max(slot_bytes(target.layers, dtype), 1)))
-    fits = ranks.smallest(fits // ROUND_TO * ROUND_TO)
+    fits = of_ranks("smallest", int)(fits // ROUND_TO * ROUND_TO)
     if fits >= most or not fits:  # where nothing fits, the session refuses, and says why
         return most
     log_note(
@@ -343,7 +341,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     Raises: ValueError for files or a tree that do not fit.
     """
     spec = spec_of(config)
-    count = ranks.this_rank().world_size
+    count = this_rank().world_size
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
     extended = config.inflate and spec.extended
@@ -354,12 +352,10 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         for preset in method.presets:
             rule.sample_children(preset)
     if count > 1:
-        from run import tp
-
         if spec.scores_children and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
             log_note(f"the tree is dynamic, as {reason}")
-        return tp.split_lm_head(target, method)
+        return load_part("ranks", "split_lm_head")(target, method)
     if spec.scores_children and config.tree_shape == "auto" and config.draft != "none":
         return load_part("extension", "auto").with_trees(method, target, config, tokenizer)
     return method
@@ -369,9 +365,7 @@ def without_draft(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
     method = DraftMethod((RootOnly(),))
-    if ranks.this_rank().world_size > 1:
-        from run import tp
-
-        method = DraftMethod((RootOnly(),), pick_tokens=tp.pick_tokens)
+    if this_rank().world_size > 1:
+        method = DraftMethod((RootOnly(),), pick_tokens=load_part("ranks", "pick_tokens"))
     plain = engine.with_method(method)
     return warm_up(build_cycles(replace(plain, config=config, accept_rule=None)))

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from backends import switches
 from draft_tree import (
     EAGLE1_PATHS,
     MAX_NODES,
@@ -38,7 +37,7 @@ from files.io import (
 from options import DEMO as DEMO
 from options import FORMAT_NAMES as FORMAT_NAMES
 from options import ROOT as ROOT
-from options import Options, require
+from options import Options, part_or, require
 from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
 from run.option_rules import (
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
 
 
+check_switches = part_or("machine", "check_switches", lambda: None)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
@@ -478,7 +478,6 @@ class GenerateConfig(Options):
 
         Raises: ValueError for a tree that cannot be.
         """
-        from backends.library import usual_topk_and_size
         from draft_tree import DynamicTree, StaticTree
 
         if self.tree_shape in ("chain", "static"):
@@ -488,7 +487,8 @@ class GenerateConfig(Options):
         size = self.tree_size
         if not topk or not size:
             on_cuda = (self.device or pick_device("")).startswith("cuda")
-            default_topk, default_size = usual_topk_and_size(on_cuda, self.quant, self.dtype)
+            usual = part_or("machine", "usual_topk_and_size", _usual_topk_and_size)
+            default_topk, default_size = usual(on_cuda, self.quant, self.dtype)
             topk = topk or default_topk
             size = size or min(default_size, 1 + candidates(depth, topk))
         return DynamicTree(depth, topk, size)
@@ -504,7 +504,7 @@ class GenerateConfig(Options):
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
-        switches.check()
+        check_switches()
         self._check_names()
         self.check_numbers()
         self.check_needs()
@@ -659,6 +659,13 @@ def parse_ids(text: str) -> list[int]:
     fault = f"allowed_token_ids must be token ids, as 5,17,3; it is {text[:50]!r}"
     require(all(re.fullmatch(r"\d{1,9}", id) for id in ids), fault)
     return list(map(int, ids))
+
+
+def _usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int]:
+    """Return the top-k and the nodes of a dynamic tree by default: the paper's."""
+    from draft_tree import DynamicTree
+
+    return DynamicTree.topk, DynamicTree.size
 
 
 def pick_device(name: str) -> str:

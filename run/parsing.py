@@ -25,7 +25,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from options import MOST, NOTES, PREFIX, fail, log_note, one_line, option, require
+from options import MOST, NOTES, PREFIX, fail, log_note, one_line, option, refuse_words, require
 from options import one_line_errors as mistakes_in_one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -167,7 +167,7 @@ class _Parser(argparse.ArgumentParser):
         return known
 
     def error(self, message: str) -> NoReturn:
-        fail(self.prog, f"{message}; see --help")
+        refuse_words(self.prog, message)
 
     def print_help(self, file: IO[str] | None = None) -> None:
         """Print the help; argparse keeps quiet where the output is full."""

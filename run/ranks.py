@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from backends.library import has_cpu_operators
+from files.machine import has_cpu_operators
+from files.rank import Rank, this_rank
 from options import one_line
 from run.cuda import set_cuda_device
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors
-from run.rank import Rank, this_rank
 
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
 WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure

@@ -28,10 +28,10 @@ from dataclasses import Field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from drafts.drafted import Drafted, Spans, told_draft
 from files.chat import OnTerminal, chat_template
 from files.fetch import title_of
 from files.io import StatusLine, has_colours, parse_json, read_named, write_text
+from run.drafted import Drafted, Spans, told_draft
 from run.engine import Engine
 from run.history import History
 from run.option_rules import NOT_CHAT

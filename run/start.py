@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +22,7 @@ from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
 from run.prompts import Conversation, read_grammar, read_prompts
+from run.rank import of_ranks
 
 if TYPE_CHECKING:  # its imports take time that --help has not
     from files.chat import TextFiles
@@ -39,12 +39,12 @@ class Command(NamedTuple):
     keys: TypedAhead | None = None  # of --interactive
 
 
-def read_command(argv: list[str] | None = None, check: Callable = GenerateConfig.check) -> Command:
+def read_command(argv: list[str] | None = None) -> Command:
     """Read the command line and the prompts. Exit with status 2 on a mistake."""
     about = "Generate text, exactly, with draft trees."
     config, given = parse_given(GenerateConfig, "generate.py", about, argv)
     with one_line_errors("generate.py"):
-        check(config)
+        of_ranks("check", GenerateConfig.check)(config)
         read_grammar(config)
         prompts = [] if config.interactive else read_prompts(config)
     if config.interactive and "seed" not in given:  # a temperature may come in the chat

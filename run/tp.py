@@ -34,14 +34,13 @@ from torch import Tensor, nn
 
 import files.weights
 import sampling
-from backends.library import lib
 from files.checkpoint import Codes, TensorSource, saved_quantization, scale_name
 from files.config import open_source, read_config
+from files.rank import Rank, this_rank
 from model import ModelConfig, Transformer
 from quantize import Quantization, fit_group
 from reference import Backend
 from run.draft_method import DraftMethod
-from run.rank import Rank, this_rank
 from run.ranks import collective_errors, refuse_torchrun
 from sampling import SamplingTensors
 from steps import Merge, Project, Rows, Step
@@ -202,8 +201,6 @@ def load_model(
     Raises: ValueError for files that are wrong or cannot be split.
     """
     here = this_rank()
-    if here.world_size == 1:
-        return files.weights.load_model(path, dtype, device, quant, source)
     if not dist.is_initialized():
         refuse_torchrun()
     share = ShardedFiles(source or open_source(path), here)
@@ -261,6 +258,8 @@ def split_lm_head(target: Transformer, method: DraftMethod) -> DraftMethod:
 
 # -------------------------------------------------------------------------------------- collectives
 
+# the library of the operators in backends/, if that folder is here
+lib = torch.library.Library("gpt_eagle", "FRAGMENT")
 # [...] -> [N, ...], the tensors of all ranks, in the order of the ranks
 lib.define("gather_ranks(Tensor x) -> Tensor")
 # the sum of the ranks' tensors, in x's dtype; the same bits on every rank

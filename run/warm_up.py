@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.library import has_cpu_operators, is_plain
 from decode import PREFILL_WIDTHS, build_cycles
-from options import log_note
-from run import ranks
+from files.machine import has_cpu_operators, is_plain
+from files.rank import this_rank
+from options import load_part, log_note
 from run.engine import Engine
 from run.session import Session
 from runtime import OPTIONS, WARM_UPS, copy_into, first_line
@@ -41,7 +41,8 @@ def warm_up(engine: Engine) -> Engine:
     if reason:
         how = None if engine.captured else False
     chosen = engine.resolved | {"compile": how}
-    ranks.check_same_on_all_ranks(engine.config, **chosen)
+    if this_rank().world_size > 1:
+        load_part("ranks", "check_same_on_all_ranks")(engine.config, **chosen)
     if reason:
         log_note(f"--compile does not work here ({reason}); running without it")
         return warm_up(build_cycles(replace(engine, resolved=chosen)))

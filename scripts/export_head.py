@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import signal
 
-from models.mixtures import has_head_norms
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
@@ -93,6 +91,7 @@ from eagle_draft import EagleConfig
 from files.fetch import fetched, title_of
 from files.gguf_heads import D2T, EAGLE3, SHARPNESS
 from model import rope_frequencies
+from models.mixtures import has_head_norms
 from scripts.gguf_file import gguf_name, keys_of, rotated_as_in_llama_cpp, stored, write
 from scripts.head_layouts import Head, read, write_directory
 

@@ -9,7 +9,7 @@ Weights are 16 bits; the tensors are those of the official layout, with the firs
 each has it. What a runtime cannot compute is refused: it would draft worse than it was trained to.
 Sources: the package speculators 0.9.0, models/eagle3, dflash and dflash2; SpecForge @a6b6b02;
 z-lab/dflash @10129599.
-Not here: GGUF (export_head.py), reading these layouts (files/heads.py, files/block_heads.py).
+Not here: GGUF (export_head.py), reading these layouts (files/heads.py, drafts/block_heads.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafts.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
 from eagle_draft import EagleConfig
-from files.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
 from files.checkpoint import TensorSource
 from files.config import open_source, read_config, read_raw
 from files.eagle_variants import head_names

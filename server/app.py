@@ -44,27 +44,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from drafts.drafted import told_draft
 from options import log_note
-from run import ranks
+from run.drafted import told_draft
 from run.engine import Engine
 from run.generate import load
 from run.kv_store import KVStore
 from run.observer import Observer
 from run.options import Sampling
 from run.parsing import one_line_errors
+from run.rank import of_ranks
 from run.warm_up import warm_up
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
 from server.options import ServeConfig
-from server.parameters import (
-    SHOWN,
-    RequestParams,
-    RequestReader,
-    no_model,
-    with_recommended_sampling,
-)
+from server.parameters import SHOWN, RequestParams, RequestReader, no_model
 from server.readings import Readings
+from server.recommended import with_recommended_sampling
 from server.replies import Reply, joined
 from server.responses import ResponseReply, as_chat
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
@@ -393,7 +388,7 @@ def warm_other_modes(engine: Engine) -> None:
 def main(config: ServeConfig, given: set[str]) -> None:
     """Run the server. given: names of the options that were given"""
     with one_line_errors("serve.py"):
-        ranks.refuse_torchrun()
+        of_ranks("refuse_torchrun", lambda: None)()
         with listen(config) as listener:  # before the model is loaded
             config = with_recommended_sampling(config, given)
             server = Server(load_engine(config), config)

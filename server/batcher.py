@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from drafts.drafted import Drafted, DraftMarks, Nodes, Spans
 from drafts.logprobs import Logprob, Logprobs
 from options import log_note
+from run.drafted import Drafted, DraftMarks, Nodes, Spans
 from run.engine import Engine
 from run.kv_store import KVStore
 from run.scheduler import Piece, Request, Scheduler

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from drafts.grammar import compile_grammars, schema_of
 from files.chat import NO_TEMPLATE, chat_template, words_as_text
-from files.config import recommended_sampling
 from files.fetch import fetched
 from files.io import LocalError
 from files.thinking import Tags, closed, hidden_tags, opened_by
 from options import require
 from run.engine import Engine
-from run.options import OF_DRAWS, GenerateConfig, Sampling
+from run.options import GenerateConfig, Sampling
 from run.parsing import MOST, by_names, check_kinds
 from run.prompts import ContextOverflow, check_ids
 from run.tree_paths import DraftLimit
@@ -119,24 +118,6 @@ UNSERVED = {"image": "images are", "audio": "audio is", "video": "videos are", "
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}  # of chats (tool_calls.py)
-
-
-def with_recommended_sampling(config: ServeConfig, given: set[str]) -> ServeConfig:
-    """Return the options with the sampling that the model names, where none was given.
-
-    given: names of options
-    Raises: ValueError for a value that cannot be used.
-    """
-    path = fetched(config.checkpoint)
-    found = recommended_sampling(path)
-    greedy = config.temperature == 0 and "temperature" in given
-    left_out = given | {*OF_DRAWS} if greedy else given
-    own = replace(config, **{name: value for name, value in found.items() if name not in left_out})
-    try:
-        own.check()
-    except ValueError as error:
-        raise ValueError(f"{path} names a sampling that cannot be used: {error}") from None
-    return own
 
 
 def need(holds: bool, message: str, param: str | None = None) -> None:

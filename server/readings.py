@@ -14,9 +14,9 @@ from typing import Any
 from drafts.logprobs import Logprob
 from files.fetch import fetched
 from options import log_note
-from run.prompt_pass import Pooling, embedding, pooling_of, prompt_logprobs
 from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams, RequestReader, need
+from server.prompt_pass import Pooling, embedding, pooling_of, prompt_logprobs
 
 
 class Readings:

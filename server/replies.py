@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from drafts.drafted import Spans
 from files.thinking import Thinking
 from files.tokenizer import Tokenizer
+from run.drafted import Spans
 from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams
 from server.tool_calls import Finder

@@ -32,6 +32,7 @@ import backends.linear
 import backends.triton.layout
 import backends.weight
 import sampling
+from backends.blocks import Blocks, Numbers, planes_of_blocks
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of
@@ -43,7 +44,6 @@ from drafts.autosize import AutoTrees
 from drafts.residual import sample_children
 from drafts.shaping import Shaping
 from eagle_draft import EagleHead, load_head
-from files.gguf_blocks import Blocks, Numbers, planes_of_blocks
 from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
 from quantize import FORMATS, Linear, stack
@@ -53,6 +53,7 @@ from run.engine import Engine
 from run.load import accept_rule
 from run.options import GenerateConfig, Sampling
 from run.session import Session
+from runtime import compiled_by_layer
 from sampling import SamplingMode, SamplingTensors
 from scripts.train import training
 from steps import Rows
@@ -174,7 +175,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
     cycles = tuple(
-        tuple(engine.cycle(preset, mode).compiled_by_layer() for preset in engine.presets)
+        tuple(compiled_by_layer(engine.cycle(preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
     )
     return replace(engine, cycles=cycles, captured=True, free=[])

@@ -23,13 +23,14 @@ import stat
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from backends.cpp import tiles
-from files.io import cache_folder, folder_lock
-from options import log_note
+from options import cache_folder, log_note, part_or
 
 HERE = Path(__file__).parent
 # files that are compiled together, the two groups side by side: about half of the work each. More
@@ -52,6 +53,15 @@ UNITS = (
     ),
 )
 WAITING = "waiting for another process, which builds the CPU operators (20 s)"
+
+
+@contextmanager
+def _no_lock(folder: Path, note: str = "") -> Iterator[bool]:
+    yield False
+
+
+# without the folder files/ two processes may build the same library, which does no harm
+folder_lock = part_or("folder", "lock", _no_lock)
 
 
 def compiler() -> str:

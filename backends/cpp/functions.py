@@ -38,7 +38,6 @@ swiglu = _ops.swiglu.default
 geglu = _ops.geglu.default
 clamped_swiglu = _ops.clamped_swiglu.default
 rope_angles = _ops.angles.default
-runs_passes = True
 single_thread = single_torch_thread
 
 

@@ -214,8 +214,8 @@ def multiply(
     """
     if x.dtype != torch.bfloat16:
         raise ValueError(
-            f"GPT_EAGLE_INT4=cuda multiplies rows in bfloat16; these are in {x.dtype}: use --set "
-            "dtype=bfloat16, or unset it"
+            f"GPT_EAGLE_INT4=cuda multiplies rows in bfloat16; these are in {x.dtype}: use "
+            "--dtype bfloat16, or unset it"
         )
     index = x.device.index
     device = device_of(index)

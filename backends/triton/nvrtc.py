@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable
 from ctypes import byref
 from functools import cache
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from backends.cpp.build import check_own, is_whole
-from files.io import replace_file
+from options import cache_folder
 
 FLAGS = ("-std=c++17", "-fmad=false")  # products are fused with sums where the source says it
 
@@ -83,7 +84,7 @@ def cubin_of(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
     options = (f"-arch=sm_{arch}", *FLAGS, *options)
     parts = (torch.__version__, str(torch.version.cuda), *options, source)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+    folder = cache_folder()
     file = folder / f"sm_{arch}-{key}.cubin"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,7 +92,9 @@ def cubin_of(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
         if not is_whole(file):
             cubin = compile_source(source, options)
             whole = cubin + hashlib.sha256(cubin).digest()
-            replace_file(file, lambda path: path.write_bytes(whole), private=True)
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as made:  # its owner's
+                made.write(whole)
+            os.replace(made.name, file)
         return file.read_bytes()[:-32]
     except OSError as error:
         raise RuntimeError(f"cannot write {folder}: {error.strerror}") from None

@@ -103,12 +103,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from backends.blocks import Blocks
 from backends.cpp import build
 from backends.cpp.pages import HugePages
 from backends.strips import part_bytes, table_of
 from backends.weight import Weight
 from files.gguf import TYPES
-from files.gguf_blocks import Blocks
 from quantize import FORMATS
 from reference import choose
 from scripts.bench.measure import Series, environment, read_bandwidth

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from drafters import DraftVocab
 from drafts.block_draft import UNSELECTED, BlockHead
+from drafts.block_layers import Convolve
 from model import Transformer
-from models.block_head import Convolve
 from scripts.train.acceptance import DraftedChains
 from steps import Attend, Project, Rows, run_steps
 

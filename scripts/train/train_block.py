@@ -6,7 +6,7 @@
     python scripts/train/train_block.py --selector_rank 64 --out HEAD ...   # DFlash2's
 
 Data, features, optimizers, evaluation and `--resume` are those of train_eagle.py; the loss is in
-block_losses.py. The files are in the official layouts (files/block_heads.py).
+block_losses.py. The files are in the official layouts (drafts/block_heads.py).
 Differences from the official code: `fc` is trained over inputs of equal scale, the last norm starts
 as the target's, and a level's loss is a mean over the blocks that reach it.
 """
@@ -76,10 +76,10 @@ import torch
 from torch import Tensor
 
 from drafts.block_draft import BlockHead
-from files.block_heads import BlockConfig, block_names, in_files
+from drafts.block_heads import BlockConfig, block_names, in_files
+from drafts.block_layers import BlockModel
 from files.weights import export_weights
 from model import DTYPES, ModelConfig, Transformer
-from models.block_head import BlockModel
 from reference import TORCH, use_backend
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from drafts.block_draft import BlockHead
+from drafts.block_heads import BlockConfig
 from drafts.hydra_draft import HydraHeads
 from drafts.medusa_draft import MedusaHeads
-from files.block_heads import BlockConfig
 from files.checkpoint import WeightFiles
 from files.token_heads import TokenHeads, hydra_names, medusa_names
 from files.weights import export_weights

@@ -24,6 +24,7 @@ from test_lossless import assert_same, held_out_prompts, make
 import run.generate as program
 from decode import build_cycles
 from drafters import RootOnly
+from files.memory import check_memory
 from helpers import (
     OPERATORS,
     Scripted,
@@ -41,7 +42,7 @@ from run.generate import Result, generate, in_order, load, main
 from run.options import DEMO, GenerateConfig
 from run.results import Results
 from run.session import Session
-from run.stats import check_memory, sequence_memory
+from run.stats import sequence_memory
 from run.warm_up import time_cycles
 from runtime import tensors_of
 from steps import Attend

@@ -38,9 +38,9 @@ from drafters import DrafterUpdate, DraftInputs, RootOnly
 from drafts.auto_trees import with_smaller_trees
 from drafts.autosize import accepted_of, shape_of
 from drafts.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
+from drafts.block_heads import BlockConfig
 from drafts.level_draft import tree_of
 from drafts.residual import sample_children
-from files.block_heads import BlockConfig
 from helpers import (
     GOLDEN,
     PROMPTS,

@@ -313,12 +313,12 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
     engine = sized_engine(1.0)
     want = decode(engine, PROMPT).history
     with monkeypatch.context() as patch:  # no step is compiled before the compiler is tried
-        patch.setattr("decode.compiled", lambda step: step)
+        patch.setattr("runtime.compiled", lambda step: step)
         patch.setattr("decode.Engine.on_cuda", True)
         config = replace(engine.config, device="cuda", compile=compile)
         asked = build_cycles(replace(engine, config=config))
     if not compile:
-        monkeypatch.setattr("decode.compiled", lambda step: pytest.fail("a step was compiled"))
+        monkeypatch.setattr("runtime.compiled", lambda step: pytest.fail("a step was compiled"))
     monkeypatch.setattr("decode.Engine.on_cuda", True)
     warm = warm_up(asked)
     assert warm.captured and warm.option("compile") is None and warm.compile is None

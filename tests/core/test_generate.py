@@ -21,13 +21,13 @@ import files.config
 import runtime
 from backends.library import has_cpu_operators
 from drafts.autosize import Autosizer
-from files.config import resolve_draft
 from helpers import GOLDEN, refused, slow
 from run import warm_up
 from run.generate import encode, generate, load, main, stream
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
 from run.prompts import read_prompts
+from run.resolved import resolve_draft
 from run.stats import explain, share_of_equal, stats_line
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
@@ -548,7 +548,7 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
     ],
 )
 def test_trees_by_device(monkeypatch, device, quant, dtype, tiles, nodes, children):
-    monkeypatch.setattr("draft_tree.tiles_in_use", lambda: tiles)
+    monkeypatch.setattr("backends.library.tiles_in_use", lambda: tiles)
     config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype=dtype)
     for draft in ("", "eagle+ngram"):
         tree = replace(config, draft=draft).draft_tree

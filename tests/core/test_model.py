@@ -21,8 +21,9 @@ import files.weights
 from backends.cpp.pages import HUGE_PAGE, HugePages
 from files.config import config_from, read_config
 from files.weights import export_weights, load_model
-from helpers import Operators, block_inputs
+from helpers import GOLDEN, Operators, block_inputs
 from kv_cache import KVCache, Window, causal_window
+from model import read_config as read_plainly
 from model import rope_frequencies, weight_names
 from quantize import Linear, Quantization
 from reference import choose
@@ -576,3 +577,30 @@ def test_loaded_weights_need_no_gradients():
     for part in (engine.target, engine.drafter.head, engine.drafter.lm_head):
         assert torch.is_grad_enabled()
         assert not [name for name, x in part.named_parameters() if x.requires_grad]
+
+
+# ------------------------------------------------------------------------------ the flat readers
+
+PLAIN_MODELS = ["target_llama_mha", "target_llama31_gqa8", "target_mixtral"]
+
+
+@pytest.mark.parametrize("name", PLAIN_MODELS)
+def test_the_flat_reader_reads_what_the_strict_one_does(name):
+    path = GOLDEN / "models" / name
+    assert read_plainly(json.loads((path / "config.json").read_text())) == read_config(path)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "the architecture must be one of"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu; it is gelu"),
+        ({"vocab_size": None}, "config.json lacks the keys vocab_size"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "the RoPE type must be one of default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "RoPE scaling linear needs the keys factor"),
+    ],
+)
+def test_the_flat_reader_refuses_what_it_does_not_know(changes, says):
+    raw = json.loads((GOLDEN / "models" / "target_llama_mha" / "config.json").read_text())
+    with pytest.raises(ValueError, match=says):
+        read_plainly(raw | changes)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +31,11 @@ FLOORS = (
     ("reference",),
     ("quantize", "runtime", "kv_cache", "sampling"),
     ("steps",),
-    ("model", "backends"),
+    ("model",),
     ("drafters",),
     ("eagle_draft",),
     ("decode",),
-    ("files",),
+    ("backends", "files"),
     ("models", "run"),
     ("drafts",),
     ("server",),
@@ -135,6 +136,23 @@ if __name__ == "__main__":
 """
     known = {"a", "b", "b.c", "d.e", "g", "h", "i"}
     assert imports(ast.parse(text), known) == known - {"h"}
+
+
+def test_folders_need_only_what_they_say(arrows):
+    """A folder imports flat files, and the folders that its `NEEDS` name: each else may be missing."""
+    for name, found in arrows.items():
+        if room(name) not in options.FOLDERS:
+            continue
+        allowed = {room(name), *import_module(room(name)).NEEDS}
+        others = {room(each) for each in found} & {*options.FOLDERS, "scripts", "examples"}
+        assert others <= allowed, (name, others - allowed)
+
+
+def test_needs_are_whole():
+    """What a needed folder needs is needed, too: a folder is present only with all of it."""
+    for folder in options.FOLDERS:
+        needs = import_module(folder).NEEDS
+        assert all({*import_module(need).NEEDS} <= {*needs} for need in needs), folder
 
 
 def test_arrows_point_down(arrows):

@@ -24,6 +24,7 @@ from test_quantized_files import write_random_model as write_of_others
 import decode
 from files.checkpoint import Codes, scale_name
 from files.config import config_from, open_source
+from files.rank import Rank
 from files.rounding import quantize_directory
 from files.weights import export_weights, load_model
 from helpers import GOLDEN, PROMPTS
@@ -34,7 +35,6 @@ from run import generate, ranks, stats, tp
 from run.engine import Engine
 from run.options import DEMO, GenerateConfig, Sampling
 from run.parsing import one_line_errors
-from run.rank import Rank
 from run.tp import ShardedFiles
 from sampling import SamplingMode, SamplingTensors
 from tp_cases import features

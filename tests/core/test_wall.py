@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import options
-from helpers import FOLDERS
 
 ROOT = options.ROOT
 FLAT = [file for file in sorted(ROOT.glob("*.py")) if file.name != "setup.py"]
@@ -46,7 +44,7 @@ def copied(folder: Path, without: str = "") -> Path:
     for name in ("demo", "demo-eagle"):
         (checkpoints / name).symlink_to(ROOT / "checkpoints" / name)
     if without:
-        for name in (*FOLDERS, "data"):
+        for name in (*options.FOLDERS, "data"):
             if name != without:
                 (folder / name).symlink_to(ROOT / name)
     return folder
@@ -87,42 +85,50 @@ def test_the_flat_files_alone_decode_exactly(tmp_path):
     assert len({str(vanilla) for vanilla, *_ in runs}) > 3  # formats and draws differ
 
 
-# a folder -> an option that it adds
+# a folder -> arguments for something that it adds; none: nothing is refused
 ADDED = {
     "backends": [],
-    "models": [],
-    "files": ["--interactive"],
+    "models": ["--checkpoint", "qwen"],
+    "files": ["--checkpoint", "model.gguf"],
     "drafts": ["--draft", "ngram"],
     "run": ["--interactive"],
-    "server": [],
+    "server": ["scripts/serve.py", "--checkpoint", "checkpoints/demo"],
 }
 
 
 @pytest.mark.parametrize("folder", options.FOLDERS)
 def test_a_folder_may_be_deleted(tmp_path, folder):
-    """A demo's answer is what it was; an option of the folder is refused in one line."""
+    """A demo's answer is what it was; what the folder adds is refused in one line that names it."""
     where = copied(tmp_path, without=folder)
 
     def run(*argv: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "generate.py", *DEMO, "--max_new_tokens", "12", *argv]
+        program = [] if argv[0].endswith(".py") else ["generate.py", *DEMO]
+        command = [sys.executable, *program, *argv]
         return subprocess.run(command, cwd=where, capture_output=True, text=True)
 
-    done = run("--json", "-")
+    short = ("--max_new_tokens", "12", "--json", "-")
+    done = run(*short)
     assert done.returncode == 0, done.stderr
     tokens = json.loads(done.stdout)["tokens"]
-    assert tokens == json.loads(run("--draft", "none", "--json", "-").stdout)["tokens"]
+    assert tokens == json.loads(run("--draft", "none", *short).stdout)["tokens"]
     assert len(tokens[0]) == 12
     if ADDED[folder]:
+        add_files(where)
         refused = run(*ADDED[folder])
         lines = refused.stderr.splitlines()
         assert refused.returncode == 2 and len(lines) == 1 and f"{folder}/" in lines[0], lines
 
 
-def test_readme_counts_the_flat_files():
-    """Within a tenth, so that not every commit changes README."""
-    readme = (ROOT / "README.md").read_text()
-    rows = dict(re.findall(r"^\| \[(\w+\.py)\]\(\w+\.py\) \| ([\d,]+) \|", readme, re.MULTILINE))
-    assert rows.keys() == {file.name for file in FLAT}
-    for file in FLAT:
-        lines = len(file.read_text().splitlines())
-        assert abs(int(rows[file.name].replace(",", "")) - lines) <= lines / 10, file.name
+def add_files(where: Path) -> None:
+    """Add a checkpoint of an architecture of models/, the first bytes of a GGUF file, scripts/."""
+    checkpoint = where / "qwen"
+    checkpoint.mkdir()
+    for file in (ROOT / "checkpoints" / "demo").iterdir():
+        (checkpoint / file.name).symlink_to(file)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    (checkpoint / "config.json").unlink()
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (where / "model.gguf").write_bytes(b"GGUF")
+    (where / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "serve.py", where / "scripts")

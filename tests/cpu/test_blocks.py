@@ -35,10 +35,10 @@ from test_kernels_cpu import (
 from torch import Tensor
 
 import backends.cpp.build
+from backends.blocks import Blocks, Numbers
 from backends.library import tiles_in_use
 from backends.strips import part_bytes
 from backends.weight import Embedding, blocks_reference, rounding_of_blocks
-from files.gguf_blocks import Blocks, Numbers
 from files.stacks import decode
 from helpers import (
     BLOCK_KINDS,

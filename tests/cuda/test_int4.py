@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends import planes
 from backends import weight as weights
 from backends.triton import int4, nvrtc
 from backends.triton.launch import PART, TARGETS, Device
-from backends.weight import Part, Weight
+from backends.weight import LAYOUTS
 from helpers import slow
-from quantize import Linear
+from quantize import Linear, stack
 
 HERE = Path(__file__).parent
 H100 = TARGETS["90"]
@@ -130,7 +131,7 @@ def test_weights_come_back(group, zeros):
     back = int4.unpack_fragments(units)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scale)
     x = torch.eye(256, dtype=torch.bfloat16)
-    got = weights.w4a16_fragments(x, units, epilogue="fp32")
+    got = planes.w4a16_fragments(x, units, epilogue="fp32")
     torch.testing.assert_close(got, weights.decode_codes(codes, scale, 8).T)
 
 
@@ -150,10 +151,9 @@ def test_layers_are_packed_for_the_kernel_that_is_asked_for(monkeypatch):
 
     def layout_of(N: int, K: int, experts: int = 0) -> str:
         codes, scale = random_layer(N, K, 32, False)
-        planes = weights.LAYOUTS["INT4_PLANES"].pack(codes, scale)
-        weight = Weight(planes[0], (Part("INT4_PLANES", N, 32),), K, scale=planes[1])
+        weight = LAYOUTS["INT4_PLANES"].pack(codes, scale)
         if experts:
-            weight = weights.stack(iter([weight] * experts), experts)
+            weight = stack(iter([weight] * experts), experts)
         layer = Linear.of(weight)
         numbers = weights.decode_codes(codes, scale, 8)
         assert torch.equal(
@@ -163,7 +163,7 @@ def test_layers_are_packed_for_the_kernel_that_is_asked_for(monkeypatch):
 
     monkeypatch.setattr(int4, "runs_on", lambda index: True)
     assert layout_of(64, 256) == "INT4_PLANES"
-    monkeypatch.setenv("GPT_EAGLE_INT4", "cuda")
+    monkeypatch.setattr(planes, "int4_kernel", lambda: "cuda")  # which reads the variable once
     assert layout_of(64, 256) == "INT4_FRAGMENTS"
     assert (
         layout_of(48, 256) == layout_of(64, 192) == layout_of(64, 256, experts=2) == "INT4_PLANES"

@@ -28,7 +28,7 @@ import helpers
 import run.generate as program
 import tiny_models
 from files.chat import template_text
-from files.config import read_config, read_raw, resolve_draft
+from files.config import read_config, read_raw
 from files.fetch import title_of
 from files.gguf import STORED, TYPES, GgufFile
 from files.gguf_header import chat_template_text, read_header
@@ -39,6 +39,7 @@ from model import weight_names
 from run import quantize as run_quantize
 from run.generate import generate, load
 from run.options import GenerateConfig
+from run.resolved import resolve_draft
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write
 
 ROOT = Path(program.__file__).parent

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from backends.library import has_cpu_operators
 from backends.weight import Embedding
 from eagle_draft import load_head
-from files.config import read_config, resolve_draft
+from files.config import read_config
 from files.eagle_variants import head_names
 from files.gguf_heads import GgufHead
 from files.heads import HeadFiles, head_files, print_notes, read_head
@@ -34,6 +34,7 @@ from kv_cache import KVCache, causal_window
 from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
+from run.resolved import resolve_draft
 from scripts import compare, export_head, train_head
 from scripts.bench import papers, peers
 from scripts.bench.llama_peer import Eagle3, LlamaCpp, write_gguf

@@ -31,8 +31,8 @@ from server.parameters import (  # noqa: E402
     WITHOUT_EFFECT,
     RequestReader,
     ServeConfig,
-    with_recommended_sampling,
 )
+from server.recommended import with_recommended_sampling  # noqa: E402
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
 {%- if m.name is defined %} ({{ m.name }}){% endif %}

@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 from test_serve import PROMPT, Running  # noqa: E402
 
-from run.prompt_pass import Pooling, pooling_of, prompt_features  # noqa: E402
+from server.prompt_pass import Pooling, pooling_of, prompt_features  # noqa: E402
 
 LONG = "x = 1\n" * 150  # of more than one chunk
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decode import CycleResult
 from draft_tree import DrafterUpdate
-from drafts.deferred import RestingDrafter
+from options import part_or
 from run.engine import Engine
 from run.methods import known_drafters
 from run.observer import Observer, View
@@ -20,7 +20,7 @@ def source_of(engine: Engine, preset: int) -> str:
     drafter = engine.presets[preset]
     if drafter.size == 1:
         return ""
-    if isinstance(drafter, RestingDrafter):
+    if isinstance(drafter, part_or("extension", "resting", ())):
         return "lookup"
     return known_drafters()[engine.option("draft") or "eagle"].source
 

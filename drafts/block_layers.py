@@ -9,7 +9,7 @@
 
 Sources: z-lab/dflash, dflash/model.py @10129599; vllm-project/speculators 0.9.0, models/dflash2;
 sgl-project/SpecForge @64ab5ca, `DSpineDraftModel`.
-Not here: the block itself (drafts/block_draft.py), names and keys of files (files/block_heads.py).
+Not here: the block itself (drafts/block_draft.py), names and keys of files (drafts/block_heads.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.mixtures import Qwen
-from models.steps import WindowAttend
+from options import load_part
 from quantize import Linear
 from steps import Add, Attend, Norm, Project, Rows, Step
 
+Qwen = load_part("config", "qwen")
+WindowAttend = load_part("step", "WindowAttend")
 INJECTED = ("readouts", "writes", "message", "receiver_gate", "predecessor_gate")
 
 

@@ -12,7 +12,7 @@ layers of the target, and `hidden_norm` behind it. `read_keys` puts their keys s
 - LiLiCorr: a correlator of the best tokens (`lilicorr`), with DFlash2's convolutions or without.
 Sources: the official code of JetSpec and DeepSpec; z-lab/dflash, dflash/model.py @10129599; the
 package speculators 0.9.0, models/dflash, dspark and dflash2; sgl-project/SpecForge @a6b6b02,
-`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`; LiLiCorr's: models/correlator.py.
+`DSparkDraftModel`, and @64ab5ca, `DSpineDraftModel`; LiLiCorr's: drafts/correlator.py.
 Not here: modules (drafts/block_draft.py).
 """
 
@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from drafters import DraftVocab
+from drafts.block_layers import BlockModel
+from drafts.correlator import Correlator, HFCorrelator
 from files.checkpoint import TensorSource
 from files.config import HFArchitecture
 from files.fields import (
@@ -54,8 +56,6 @@ from files.heads import (
 from files.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
 from files.weights import check_layers
 from model import ModelConfig, layer_names
-from models.block_head import BlockModel
-from models.correlator import Correlator, HFCorrelator
 from options import log_note
 
 TAPS = Rule(

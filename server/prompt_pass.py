@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backends.library import single_torch_thread
 from decode import PREFILL_CHUNK
 from drafts.logprobs import Logprob, entries, scored
 from files.gguf_header import read_header
 from files.io import is_gguf, read_json
+from files.machine import single_torch_thread
 from kv_cache import KVCache, causal_window
 from options import require
 from run.engine import Engine

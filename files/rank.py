@@ -1,0 +1,34 @@
+"""The rank of this process, as torchrun gives it in the environment. Imports no torch.
+
+Not here: the other processes (run/ranks.py).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class Rank(NamedTuple):
+    """The place of this process among the ranks."""
+
+    rank: int = 0
+    world_size: int = 1  # processes
+    local: int = 0  # the rank on this machine
+
+
+def this_rank() -> Rank:
+    """Return the rank that torchrun has given this process.
+
+    Raises: ValueError where the environment has only a part of torchrun's settings.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return Rank()
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+            rule = f"WORLD_SIZE is set in the environment, and {name} is {value!r}"
+            raise ValueError(
+                f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE"
+            )
+    return Rank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
