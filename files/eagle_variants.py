@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
+from runtime import replace_fields
 from steps import Columns, Copy, CppStep, Norm, Project, Rows, Step
 
 MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
@@ -50,7 +51,7 @@ class PartNorm(Norm):
 
     def for_cpp(self, layer: nn.Module) -> CppStep:
         described = super().for_cpp(layer)
-        return described._replace(op="part_norm", counts=(self.part, self.parts))
+        return replace_fields(described, op="part_norm", counts=(self.part, self.parts))
 
 
 class VariantHead(Eagle3Head):
