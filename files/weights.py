@@ -491,7 +491,7 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
         has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
         group = quant.group_size if has_groups else 0
         model.lm_head.pack(FORMATS[quant.format].round(embedding.weight, group))
-        pages = pages_for(model.lm_head.weight.data.nbytes)
+        pages = pages_for(sum(buffer.nbytes for buffer in model.lm_head.buffers()))
         if pages:
             pages.move(model.lm_head)
 
