@@ -1,4 +1,4 @@
-"""Noise of further uses: drawn children, the residual rule, XTC. That of the choice: sampling.py."""
+"""Noise of further uses: drawn children, the residual rule, XTC. sampling.py has the choice's."""
 
 from __future__ import annotations
 
