@@ -33,6 +33,7 @@ WITH_OPTIONS = ("files", "run", "drafts")  # whose options the flat command lack
 # a kind of part -> the folder that has the parts which the flat files lack
 HOMES = {
     "backend": "backends",
+    "functions": "backends",
     "architecture": "models",
     "reader": "files",
     "drafters": "drafts",

@@ -19,5 +19,6 @@ ADDS = {
         "switches_without_effect": "backends.switches:without_effect",
         "usual_topk_and_size": "backends.library:usual_topk_and_size",
     },
+    "functions": {"cpu": "backends.cpp.functions", "cuda": "backends.triton.functions"},
     "backend": {"cpu": "backends.chosen:on_cpu", "cuda": "backends.chosen:on_cuda"},
 }

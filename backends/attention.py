@@ -5,8 +5,8 @@ The used length changes every cycle; it stays data and never becomes a shape of 
    a token's result does not depend on the draft tree around it. The operator is PyTorch's SDPA, for
    other dtypes and machines without a compiler.
 2. On CUDA, where reading the length would stop the host, kernels read it from device memory, and a
-   token's result does not depend on the tree either (cuda/attention.py). Without Triton the whole
-   capacity is masked.
+   token's result does not depend on the tree either (triton/attention.py). Without Triton the
+   whole capacity is masked (`masked_attention`).
 
 What it computes is `attention` in reference.py.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.library import cuda_products, has_triton, lib
+from backends.library import lib
 from reference import decode_rows, visible_slots
 
 lib.define(
@@ -95,7 +95,7 @@ def _tree_attention_torch(
     return _attend(q, k, v, visible, scale, sinks)
 
 
-def _tree_attention_masked(
+def masked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -106,29 +106,8 @@ def _tree_attention_masked(
     paths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """Compute `attention` over the whole capacity, where no kernel reads the length on CUDA."""
     return _attend(q, k, v, visible_slots(start, mask, first, k.shape[2]), scale, sinks)
-
-
-def _tree_attention_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    mask: Tensor,
-    first: Tensor | None = None,
-    scale: float = 0.0,
-    paths: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    if not has_triton():
-        return _tree_attention_masked(q, k, v, start, mask, first, scale, sinks=sinks)
-    import backends.triton.attention
-
-    with torch.cuda.device(q.device):
-        device = cuda_products().device_of(q.device.index)
-        done = backends.triton.attention.counters(q.device.index)
-        window = (start, mask, first, paths)
-        return backends.triton.attention.tree_attention(q, k, v, window, scale, device, done, sinks)
 
 
 def _path_table_torch(mask: Tensor) -> Tensor:
@@ -138,17 +117,8 @@ def _path_table_torch(mask: Tensor) -> Tensor:
     return torch.cat((length, order), 2).int()
 
 
-def _path_table_cuda(mask: Tensor) -> Tensor:
-    import backends.triton.attention
-
-    with torch.cuda.device(mask.device):
-        return backends.triton.attention.path_table(mask)
-
-
 lib.impl("tree_attention", _tree_attention_torch, "CPU")
-lib.impl("tree_attention", _tree_attention_cuda, "CUDA")
 lib.impl("path_table", _path_table_torch, "CPU")
-lib.impl("path_table", _path_table_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::tree_attention", lib=lib)

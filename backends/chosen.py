@@ -1,8 +1,8 @@
 """The functions of reference.py that a device has here in a faster form: what `choose` asks for.
 
 1. Attention and experts have a faster form in PyTorch, where nothing else is there.
-2. cpp/functions.py has functions in C++, triton/functions.py in Triton. They are imported where
-   their operators, or Triton, are there.
+2. cpp/functions.py has functions in C++, triton/functions.py in Triton. They are imported, by the
+   table in __init__.py, where their operators, or Triton, are there.
 3. `GPT_EAGLE_PLAIN` leaves families of functions to reference.py; some in C++ serve models of
    some dtypes only. What is trained keeps `reference.TORCH`: these have no gradients, and say so.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from backends.attention import attention
+from backends.attention import attention, masked_attention
 from backends.experts import experts_linear
 from backends.library import (
     has_cpu_operators,
@@ -23,6 +23,7 @@ from backends.library import (
     refuse_gradients,
     why_not_compiled,
 )
+from options import load_part
 
 BF16 = (torch.bfloat16,)
 WIDENED = (torch.bfloat16, torch.float32)  # whose rows are fp32
@@ -70,10 +71,8 @@ def on_cpu(dtype: torch.dtype) -> dict[str, Callable | Any]:
     functions = {"attention": attention, "experts_linear": experts_linear}
     functions["why_not_compiled"] = why_not_compiled
     if has_cpu_operators():
-        import backends.cpp.functions  # which needs the operators
-
+        own = vars(load_part("functions", "cpu"))
         refuse_gradients()
-        own = vars(backends.cpp.functions)
         serve = [name for name in ON_CPU if name in own and dtype in DTYPES.get(name, (dtype,))]
         functions |= {name: own[name] for name in serve}
     return _asked_for(functions, ON_CPU)
@@ -81,13 +80,12 @@ def on_cpu(dtype: torch.dtype) -> dict[str, Callable | Any]:
 
 def on_cuda(dtype: torch.dtype) -> dict[str, Callable | Any]:
     """Return the functions of a GPU: kernels in Triton, for all dtypes."""
-    functions = {"attention": attention}
+    functions = {"attention": masked_attention}
     if has_triton():
-        import backends.triton.functions  # which needs Triton
-
+        own = vars(load_part("functions", "cuda"))
         refuse_gradients()
-        own = vars(backends.triton.functions)
         functions |= {name: own[name] for name in ON_CUDA if name in own}
+        functions["attention"] = attention
     return _asked_for(functions, ON_CUDA)
 
 

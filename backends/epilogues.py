@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import reference
-from backends.library import cuda_products, is_plain, lib
+from backends.library import is_plain, lib
 from backends.linear import fits_kernel
 from backends.triton import int4
 from backends.triton.launch import PART
@@ -205,47 +205,6 @@ def _outputs(packed: Tensor) -> int:
 def _sizes(x: Tensor, width: int) -> tuple[tuple[int, ...], tuple[int, int]]:
     """Return the shapes of `UnnormalizedRows` of the rows of x, with `width` features."""
     return (*x.shape[:-1], width), (-(-width // PART), x.numel() // x.shape[-1])
-
-
-def _add_unscaled_cuda(x, delta, weight, eps):
-    import backends.triton.epilogues
-
-    with torch.cuda.device(x.device):
-        return backends.triton.epilogues.add_unscaled(x, delta, weight, eps)
-
-
-def _add_product_cuda(x, packed, scale, stream, weight, eps):
-    import backends.triton.epilogues
-
-    with torch.cuda.device(x.device):
-        gpu = backends.triton.epilogues.gpu_of(x)
-        return backends.triton.epilogues.add_product(
-            LazyMatmul(x, None, packed, scale), stream, weight, eps, gpu
-        )
-
-
-def _gated_product_cuda(x, squares, packed, scale):
-    products = cuda_products()
-    with torch.cuda.device(x.device):
-        device = products.device_of(x.device.index)
-        return products.matmul(x, packed, scale, device, "swiglu", squares)
-
-
-def _rotary_product_cuda(x, squares, packed, scale, cos, sin, k, v, slots, *norms):
-    import backends.triton.epilogues
-
-    with torch.cuda.device(x.device):
-        gpu = backends.triton.epilogues.gpu_of(x)
-        product = LazyMatmul(x, squares, packed, scale)
-        return backends.triton.epilogues.rotary_product(
-            product, (cos, sin), k, v, slots, norms, gpu
-        )
-
-
-lib.impl("add_unscaled", _add_unscaled_cuda, "CUDA")
-lib.impl("add_product", _add_product_cuda, "CUDA")
-lib.impl("gated_product", _gated_product_cuda, "CUDA")
-lib.impl("rotary_product", _rotary_product_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::add_unscaled", lib=lib)

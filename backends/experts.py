@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.library import cuda_products, lib
+from backends.library import lib
 
 lib.define("expert_lists(Tensor expert, int experts) -> Tensor")
 lib.define("experts_linear(Tensor x, Tensor weight, Tensor routing) -> Tensor")
@@ -63,25 +63,8 @@ def _experts_linear_cpu(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     return y
 
 
-def _experts_linear_cuda(x: Tensor, weight: Tensor, lists: Tensor) -> Tensor:
-    import backends.triton.experts
-
-    with torch.cuda.device(x.device):
-        device = cuda_products().device_of(x.device.index)
-        return backends.triton.experts.experts_product(x, weight, None, lists, device)
-
-
-def _expert_lists_cuda(expert: Tensor, experts: int) -> Tensor:
-    import backends.triton.experts
-
-    with torch.cuda.device(expert.device):
-        return backends.triton.experts.expert_lists(expert, experts)
-
-
 lib.impl("expert_lists", expert_lists_reference, "CPU")
-lib.impl("expert_lists", _expert_lists_cuda, "CUDA")
 lib.impl("experts_linear", _experts_linear_cpu, "CPU")
-lib.impl("experts_linear", _experts_linear_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::expert_lists", lib=lib)

@@ -13,12 +13,12 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from backends import switches
+from backends.cpp import build
 from backends.switches import FAMILIES
 from options import log_note
 
@@ -93,14 +93,6 @@ def _triton_is_installed() -> bool:
     return False
 
 
-@cache
-def cuda_products() -> ModuleType:
-    """Import the products on CUDA, which need Triton."""
-    import backends.triton.qmatmul
-
-    return backends.triton.qmatmul
-
-
 # Empty until the first call of `has_cpu_operators`, then its result. A traced step only reads it.
 _cpp_available: list[bool] = []
 
@@ -113,8 +105,6 @@ def has_cpu_operators(*families: str) -> bool:
     if is_plain(*families):
         return False
     if not _cpp_available:
-        from backends.cpp import build
-
         _cpp_available.append(not build.load_operators())
     return _cpp_available[0]
 
@@ -126,8 +116,6 @@ def cpu_operators_are_loaded() -> bool:
 
 def tiles_in_use() -> str:
     """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpu/tiles.py)."""
-    from backends.cpp import build
-
     if build.loaded() and not is_plain("products"):
         return torch.ops.gpt_eagle.tiles()[0]
     return "none"
@@ -135,8 +123,6 @@ def tiles_in_use() -> str:
 
 def describe_cpu() -> str:
     """Return the library's name, or the processor, and the unit of matmuls on AMX tiles."""
-    from backends.cpp import build
-
     return f"{build.loaded() or build.processor()} {tiles_in_use()}"
 
 

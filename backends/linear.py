@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.library import cuda_products, lib
+from backends.library import lib
 
 CHAINS = 16  # sums of an output; as in cpu/matmul_bf16.h
 # tokens of a sequence whose matmul on CUDA is ours; many more are bound by arithmetic, and are left
@@ -39,13 +39,6 @@ def fits_kernel(x: Tensor, weight: Tensor) -> bool:
     return halves and x.shape[-2] <= MOST_TOKENS and weight.is_contiguous()
 
 
-def _linear_halves_cuda(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
-    products = cuda_products()
-    device = products.device_of(x.device.index)
-    with torch.cuda.device(x.device):
-        return products.matmul(x, weight, None, device, epilogue)
-
-
 def empty_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
     """Allocate the result of a product on CUDA: of `halves_product`, or of quantized weights.
 
@@ -61,9 +54,6 @@ def empty_product(x: Tensor, weight: Tensor, epilogue: str) -> Tensor:
 @torch.library.register_fake("gpt_eagle::linear_halves", lib=lib)
 def _(x, weight, epilogue):
     return empty_product(x, weight, epilogue)
-
-
-lib.impl("linear_halves", _linear_halves_cuda, "CUDA")
 
 
 def linear_bf16_reference(x: Tensor, weight: Tensor) -> Tensor:

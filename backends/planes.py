@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backends import switches
-from backends.library import cuda_products, lib
+from backends.library import lib
 from backends.linear import empty_product
 from backends.triton import int4
 from backends.triton.layout import (
@@ -185,33 +185,12 @@ def _read_planes_plain(
     return decode_blocks(codes, unpack_block_scales(scale[:, ids], form, K), form).to(dtype)
 
 
-def _read_planes_cuda(
-    packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype
-) -> Tensor:
-    with torch.cuda.device(packed.device):
-        return cuda_products().read_rows(packed, scale, ids, K, dtype)
-
-
 lib.impl("read_planes", _read_planes_plain, "CPU")
-lib.impl("read_planes", _read_planes_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::read_planes", lib=lib)
 def _(packed, scale, ids, K, dtype):
     return packed.new_empty(len(ids), K, dtype=dtype)
-
-
-def _quantized_matmul_cuda(
-    x: Tensor, packed: Tensor, scale: Tensor, lists: Tensor | None, epilogue: str
-) -> Tensor:
-    products = cuda_products()
-    device = products.device_of(x.device.index)
-    with torch.cuda.device(x.device):
-        if lists is None:
-            return products.matmul(x, packed, scale, device, epilogue)
-        import backends.triton.experts
-
-        return backends.triton.experts.experts_product(x, packed, scale, lists, device)
 
 
 def _quantized_matmul_fake(
@@ -220,13 +199,7 @@ def _quantized_matmul_fake(
     return empty_product(x, packed, epilogue)
 
 
-def _fragments_cuda(x: Tensor, units: Tensor, epilogue: str) -> Tensor:
-    with torch.cuda.device(x.device):
-        return int4.multiply(x, units, epilogue)
-
-
 lib.impl("w4a16_fragments", int4.multiply_plainly, "CPU")
-lib.impl("w4a16_fragments", _fragments_cuda, "CUDA")
 
 
 @torch.library.register_fake("gpt_eagle::w4a16_fragments", lib=lib)
@@ -236,7 +209,6 @@ def _(x, units, epilogue):
 
 
 for _name in ("w4a16", "w8a16", "blocks_a16"):
-    lib.impl(_name, _quantized_matmul_cuda, "CUDA")
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
 
 

@@ -3,8 +3,9 @@
 Each kernel is an operator of its own, so that steps around it compile with `fullgraph=True`. On a
 CPU, where steps are traced by tests, the operators are the plain versions, as they are beyond the
 sizes that a kernel takes.
-The kernels are in noise.py, topk.py, tree.py, ngram.py, compact.py, norm.py and rotary.py here;
-the operators of linear layers in linear.py, experts.py, planes.py and epilogues.py, one folder up.
+The kernels are in noise.py, topk.py, tree.py, ngram.py, compact.py, norm.py and rotary.py here,
+and operators.py lets the operators run them; those of attention and of linear layers are defined in
+attention.py, linear.py, experts.py, planes.py and epilogues.py, one folder up.
 What is not here runs in plain PyTorch, which the compiler fuses.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import backends.experts
+import backends.triton.clock
 import reference
 from backends.epilogues import (
     HeadNorms,
@@ -30,6 +32,7 @@ from backends.fusions import MergedHead, MergedModel
 from backends.library import lib
 from backends.linear import fits_kernel, halves_product
 from backends.planes import split_planes
+from backends.triton import operators
 from backends.triton.launch import SPLIT_TOKENS
 from backends.weight import LAYOUTS, Weight
 from draft_tree import Candidates, Children, DraftTree, Frontier, Level, Scores
@@ -212,8 +215,6 @@ def head_program(head: nn.Module, embedding: nn.Module) -> MergedHead:
 
 
 def device_time(device: torch.device) -> Tensor:
-    import backends.triton.clock
-
     now = torch.empty((), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         backends.triton.clock.read(now)
@@ -223,85 +224,9 @@ def device_time(device: torch.device) -> Tensor:
 # ----------------------------------------------------------------------------------- the operators
 
 
-def _gumbel_cuda(seed, prompt, sample, greedy, first, rows, vocab, domain) -> Tensor:
-    import backends.triton.noise
-
-    with torch.cuda.device(first.device):
-        return backends.triton.noise.gumbel(
-            seed, prompt, sample, greedy, first, rows, vocab, domain
-        )
-
-
-def _topk_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    import backends.triton.topk
-
-    if k > backends.triton.topk.MOST:
-        return reference.topk(scores, k)
-    with torch.cuda.device(scores.device):
-        return backends.triton.topk.topk_logsumexp(scores, k)
-
-
 def _grow_plain(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
     level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
     return reference.grow_level(Scores(logits, sharpness, ids), values, seen, level)
-
-
-def _grow_cuda(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
-    import backends.triton.topk
-
-    scores = Scores(logits, sharpness, ids)
-    level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
-    if k > backends.triton.topk.MOST:
-        return reference.grow_level(scores, values, seen, level)
-    with torch.cuda.device(logits.device):
-        return backends.triton.topk.grow_level(scores, values, seen, level)
-
-
-def _best_nodes_cuda(values: Tensor, count: int) -> Tensor:
-    import backends.triton.tree
-
-    if values.shape[1] > backends.triton.tree.MOST:
-        return reference.best_nodes(values, count)
-    with torch.cuda.device(values.device):
-        return backends.triton.tree.best_nodes(values, count)
-
-
-def _link_nodes_cuda(chosen: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, ...]:
-    import backends.triton.tree
-
-    with torch.cuda.device(chosen.device):
-        return backends.triton.tree.link_nodes(chosen, parents, depth)
-
-
-def _compact_cuda(buffers: list[Tensor], addresses: Tensor, start: Tensor, path: Tensor) -> None:
-    import backends.triton.compact
-
-    with torch.cuda.device(start.device):
-        backends.triton.compact.compact(buffers, addresses, start, path)
-
-
-def _longest_matches_cuda(
-    text: Tensor, pos: Tensor, kept: Tensor | None, *sizes: int
-) -> tuple[Tensor, Tensor]:
-    import backends.triton.ngram
-
-    with torch.cuda.device(pos.device):
-        return backends.triton.ngram.ngram_match(text, pos, kept, *sizes)
-
-
-def _norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    import backends.triton.norm
-
-    with torch.cuda.device(x.device):
-        _, y = backends.triton.norm.add_norm(x, None, weight, eps)
-        return y
-
-
-def _add_norm_cuda(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    import backends.triton.norm
-
-    with torch.cuda.device(x.device):
-        return backends.triton.norm.add_norm(x, delta, weight, eps)
 
 
 def _rotary_cache_plain(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
@@ -309,32 +234,18 @@ def _rotary_cache_plain(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
     return rotary_cache_plainly(qkv, (cos, sin), k, v, slots, given)
 
 
-def _rotary_cache_cuda(qkv, cos, sin, k, v, slots, *norms) -> Tensor:
-    import backends.triton.rotary
-
-    with torch.cuda.device(qkv.device):
-        return backends.triton.rotary.rotary_cache(qkv, (cos, sin), k, v, slots, norms)
-
-
 lib.impl("gumbel_noise", reference.gumbel, "CPU")
-lib.impl("gumbel_noise", _gumbel_cuda, "CUDA")
 lib.impl("topk_logsumexp", reference.topk, "CPU")
-lib.impl("topk_logsumexp", _topk_cuda, "CUDA")
 lib.impl("grow_level", _grow_plain, "CPU")
-lib.impl("grow_level", _grow_cuda, "CUDA")
 lib.impl("best_nodes", reference.best_nodes, "CPU")
-lib.impl("best_nodes", _best_nodes_cuda, "CUDA")
 lib.impl("link_nodes", reference.link_nodes, "CPU")
-lib.impl("link_nodes", _link_nodes_cuda, "CUDA")
 lib.impl("compact", reference.compact, "CPU")
-lib.impl("compact", _compact_cuda, "CUDA")
-lib.impl("longest_matches", _longest_matches_cuda, "CUDA")
 lib.impl("norm", reference.rms_norm, "CPU")
-lib.impl("norm", _norm_cuda, "CUDA")
 lib.impl("add_norm", add_norm_plainly, "CPU")
-lib.impl("add_norm", _add_norm_cuda, "CUDA")
 lib.impl("rotary_cache", _rotary_cache_plain, "CPU")
-lib.impl("rotary_cache", _rotary_cache_cuda, "CUDA")
+
+
+operators.register()
 
 
 @torch.library.register_fake("gpt_eagle::gumbel_noise", lib=lib)

@@ -122,7 +122,7 @@ def test_sinks_are_a_further_key_without_a_value(heads, batch, rows, dtype):
         reference.attention,
         OURS.attention,
         backends.attention.attention,
-        backends.attention._tree_attention_masked,
+        backends.attention.masked_attention,
     ):
         close(attend(*args, sinks=sinks), want)
     without = torch.full_like(sinks, -float("inf"))
@@ -158,7 +158,7 @@ def test_the_rule_without_triton_on_this_device():
     """On CUDA without Triton the whole capacity is masked: the same function, but unused slots must be finite."""
     for batch, starts in STARTS.items():
         args = inputs(HEADS["gqa"], starts, 7, 9, seed=batch)
-        close(backends.attention._tree_attention_masked(*args), reference.attention(*args))
+        close(backends.attention.masked_attention(*args), reference.attention(*args))
 
 
 # ------------------------------------------------------------------------------------------ capture
@@ -208,7 +208,7 @@ def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):
     backends.library._triton_is_installed.cache_clear()
     args = inputs(HEADS["gqa"], STARTS[2], 7, 9)
     for _ in range(2):
-        close(backends.attention._tree_attention_cuda(*args), reference.attention(*args))
+        close(backends.attention.masked_attention(*args), reference.attention(*args))
     of_cuda = vars(choose(torch.device("cuda")))
     differ = {name for name, function in of_cuda.items() if function is not getattr(TORCH, name)}
     assert differ == {"attention"}

@@ -74,7 +74,7 @@ def test_attention_over_the_last_tokens(kind, heads, E):
                 for attend in (
                     OURS.attention,
                     torch.ops.gpt_eagle.tree_attention,
-                    backends.attention._tree_attention_masked,
+                    backends.attention.masked_attention,
                     reference.attention,
                 ):
                     torch.testing.assert_close(attend(*given), want, atol=1e-5, rtol=1e-5)
