@@ -39,6 +39,7 @@ HOMES = {
     "drafters": "drafts",
     "extension": "drafts",
     "program": "run",
+    "command": "run",
     "step": "models",
     "config": "models",
     "machine": "backends",

@@ -15,7 +15,6 @@ operations around them. They run with --plain, and where the folder is missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -802,25 +801,16 @@ class Backend:
         self.__dict__.update(functions)
 
     def __getattr__(self, name: str) -> Any:
-        found = {} if name.startswith("__") else _definitions_of_folders()
-        if name not in found:
+        if name.startswith("__") or not has_part("operators", name):
             raise AttributeError(f"no folder that is here defines the operator {name}")
-        setattr(self, name, found[name])
-        return found[name]
+        found = load_part("operators", name)
+        setattr(self, name, found)
+        return found
 
     def complete(self) -> None:
         """Find the definitions of all folders now, since a step that is traced cannot import."""
-        for name in _definitions_of_folders():
+        for name in added().get("operators", ()):
             getattr(self, name)
-
-
-@cache
-def _definitions_of_folders() -> dict[str, Callable | None]:
-    """Return the definitions in the tables `OPERATORS` of the folders' modules."""
-    found: dict[str, Callable | None] = {}
-    for module in added().get("operators", ()):
-        found |= load_part("operators", module).OPERATORS
-    return found
 
 
 def choose(

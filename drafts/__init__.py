@@ -1,5 +1,10 @@
 """Drafters beside EAGLE, trees by the text, grammars, penalties. Without it EAGLE alone drafts."""
 
+# functions that a backend may have for drafters of this folder, which else run their own code
+OF_BACKENDS = {
+    name: f"drafts.operators:{name}"
+    for name in ("add_chains", "keep_rows", "ngram_draft", "ngram_match")
+}
 NEEDS = ("files", "run")
 ADDS = {
     "drafters": {"drafts": "drafts.methods"},
@@ -12,5 +17,5 @@ ADDS = {
         "stand_in": "drafts.stand_in",
         "parallel eagle": "drafts.parallel_eagle:ParallelEagleDrafter",
     },
-    "operators": {"lookups": "drafts.operators", "cuts": "drafts.cuts"},
+    "operators": {"cut_shaped": "drafts.cuts:cut_shaped", **OF_BACKENDS},
 }

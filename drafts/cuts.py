@@ -69,6 +69,3 @@ def are_typical(p: Tensor, mass: Tensor) -> Tensor:
     order = distance.argsort(dim=-1, stable=True)
     stays = precede(p.gather(-1, order), mass)
     return torch.zeros_like(stays).scatter(-1, order, stays)
-
-
-OPERATORS = {"cut_shaped": cut_shaped}

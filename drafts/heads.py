@@ -8,6 +8,7 @@ from drafts.kept_texts import texts_for
 from drafts.ngram_draft import Ngram
 from drafts.presets import PresetPolicy
 from model import Transformer
+from options import load_part
 from run.draft_method import DraftMethod
 from run.heads import load_drafter
 from run.methods import spec_of
@@ -21,9 +22,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     added: dict[str, Any] = {}
     policy = Observer()
     if config.inflate:
-        from drafts.stand_in import head_source
-
-        added["source"] = head_source(config, target)
+        added["source"] = load_part("extension", "stand_in").head_source(config, target)
     if spec_of(config).searches_text:
         kept = texts_for(config, target, tokenizer)
         added["graft"] = Ngram.from_config(config, kept)

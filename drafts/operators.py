@@ -5,4 +5,4 @@
 
 from __future__ import annotations
 
-OPERATORS = dict.fromkeys(("keep_rows", "ngram_match", "ngram_draft", "add_chains"))
+add_chains = keep_rows = ngram_draft = ngram_match = None

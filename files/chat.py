@@ -23,10 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files.gguf_header import chat_template_text
 from files.io import LocalError, has_colours, is_gguf, read_text
 from files.thinking import Tags, Thinking, closed, opened_by, without_messages
 from files.tokenizer import Tokenizer, load_tokenizer, optional_json
+from options import load_part
 
 OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
@@ -259,7 +259,7 @@ def template_text(path: Path, name: str = "default") -> str | None:
     """
     only = name == "default"
     if is_gguf(path):
-        return chat_template_text(path, "" if only else name)
+        return load_part("reader", "gguf template")(path, "" if only else name)
     jinja = path / "chat_template.jinja"
     more = path / "additional_chat_templates"
     wanted = jinja if only else more / f"{name}.jinja"
@@ -293,15 +293,14 @@ def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> Jinj
         raise ValueError(
             f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
         )
-    from files.sandbox import Template  # imports jinja2, which other checkpoints do without
-
+    program = load_part("reader", "jinja")  # it imports jinja2, which others do without
     if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
         least = ".".join(map(str, OLDEST_JINJA2))
         raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")
     of_tools = template_text(path, "tool_use")
     try:
-        program_of_tools = None if of_tools is None else Template(of_tools)
-        return JinjaTemplate(path, Template(text), program_of_tools, tokenizer.special, system)
+        program_of_tools = None if of_tools is None else program(of_tools)
+        return JinjaTemplate(path, program(text), program_of_tools, tokenizer.special, system)
     except ValueError as error:
         raise refusal(path, error) from None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,6 +51,8 @@ TEXT_PART = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+# a tensor of the experts of a layer (files/stacks.py)
+STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
 OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
@@ -130,6 +133,18 @@ def is_mxfp4(raw: dict) -> bool:
     """
     quantization = foreign_quantization(raw)
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
+def has_stacks(files: quantize.TensorSource) -> bool:
+    """Return whether some of the tensors hold the experts of a layer."""
+    return any(map(STACK.fullmatch, files.readers))
+
+
+def plain_config(raw: dict) -> dict:
+    """Return a config.json as one of numbers: MXFP4 is no format of all weights."""
+    if not is_mxfp4(raw):
+        return raw
+    return {name: value for name, value in raw.items() if name != "quantization_config"}
 
 
 def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:

@@ -19,6 +19,8 @@ from files.checkpoint import (
     TensorSource,
     WeightFiles,
     foreign_quantization,
+    has_stacks,
+    plain_config,
     read_model_config,
     scale_name,
 )
@@ -26,9 +28,8 @@ from files.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from files.head_kinds import MTP, gguf_head_kind
 from files.io import is_gguf, read_json
 from files.keys import HFLayerTypes, all_ids, check_layer_types
-from files.stacks import StackedFiles, has_stacks, plain_config
 from model import ModelConfig
-from options import log_note
+from options import load_part, log_note
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -56,20 +57,14 @@ def open_source(path: Path) -> TensorSource:
     """
     if is_gguf(path):
         if gguf_head_kind(path) not in ("", MTP):  # which has a model's names
-            from files.gguf_heads import GgufHead
-
-            return GgufHead(path)
-        from files.gguf import GgufFile
-
-        return GgufFile(path)
+            return load_part("reader", "gguf head")(path)
+        return load_part("reader", "gguf")(path)
     files = open_files(path)
     if has_stacks(files):
-        return StackedFiles(files)
+        return load_part("reader", "stacks")(files)
     if foreign_quantization(files.config) is None:
         return files
-    from files.gptq_awq import QuantizedFiles
-
-    return QuantizedFiles(files)
+    return load_part("reader", "codes of others")(files)
 
 
 def open_files(path: Path) -> WeightFiles:
@@ -118,9 +113,7 @@ def read_raw(path: Path) -> dict:
     raw = plain_config(read_model_config(path))
     if foreign_quantization(raw) is None:
         return raw
-    from files.quant_config import as_ours
-
-    return as_ours(raw, path)
+    return load_part("reader", "config of codes")(raw, path)
 
 
 def read_config(path: Path, raw: dict | None = None) -> ModelConfig:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from files.io import DEFAULT, folder_lock, is_model_name, model_file
-from options import log_note, one_line
+from options import load_part, log_note, one_line
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,8 @@ def fetched(checkpoint: str, is_head: bool = False) -> Path:
     """
     if is_model_name(checkpoint):
         if checkpoint.startswith("ollama:"):
-            from files.ollama import ollama_model
-
-            return ollama_model(checkpoint)
-        from files.hub import hub_model
-
-        return hub_model(checkpoint, is_head).path
+            return load_part("reader", "ollama")(checkpoint)
+        return load_part("reader", "hub")(checkpoint, is_head).path
     path = Path(os.path.abspath(checkpoint))
     if path == Path(DEFAULT):
         return fetch(SMOLLM2, path.parent)
@@ -91,9 +87,7 @@ def with_files(config: Any) -> Any:
             named[name] = str(fetched(given, is_head=name == "head"))
     of_hub = is_model_name(config.checkpoint) and not config.checkpoint.startswith("ollama:")
     if of_hub and not config.head:
-        from files.known_heads import published_head
-
-        named["head"] = published_head(config)
+        named["head"] = load_part("reader", "published head")(config)
     return replace(config, **named)
 
 
@@ -102,9 +96,7 @@ def title_of(path: Path) -> str:
     if path.parent.name == "snapshots":  # of models--OWNER--NAME
         return path.parent.parent.name.partition("--")[2].replace("--", "/")
     if path.name.startswith("sha256-"):
-        from files.gguf_header import read_header
-
-        return str(read_header(path).metadata.get("general.name", path.name))
+        return str(load_part("reader", "gguf header")(path).metadata.get("general.name", path.name))
     return path.name
 
 

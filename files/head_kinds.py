@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from files.io import is_gguf, read_json
-from options import require
+from files.io import bundled_head, is_gguf, read_json
+from options import load_part, require
 
 # kind -> keys of config.json, beginnings of files' names or nothing
 MARKS = {
@@ -29,9 +29,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of 
 
 def gguf_head_kind(path: Path) -> str:
     """Return the kind of the head in a GGUF file; "" where it holds a model."""
-    from files.gguf_header import read_header
-
-    header = read_header(path)
+    header = load_part("reader", "gguf header")(path)
     architecture = str(header.metadata.get("general.architecture"))
     layers = header.metadata.get(f"{architecture}.nextn_predict_layers")
     if layers and FIRST_NORM not in header.tensors:
@@ -46,9 +44,7 @@ def check_mtp(path: Path) -> None:
     Raises: ValueError where no name is one of such a layer's.
     """
     if is_gguf(path):
-        from files.gguf_header import read_header
-
-        names = " ".join(read_header(path).tensors).encode()
+        names = " ".join(load_part("reader", "gguf header")(path).tensors).encode()
     else:
         names = _names_in(path)
     held = names is None or b"mtp" in names or b".nextn." in names
@@ -102,3 +98,12 @@ def head_kind(path: Path) -> str:
             f"{path} holds heads of several kinds: {listed}; give each its own directory"
         )
     return next(iter(mark_of), "eagle")
+
+
+def own_head(path: Path, kind: str = "") -> str:
+    """Return the head that belongs to a checkpoint: the bundled one, or one beside it; "": none.
+
+    kind: of the head; "": EAGLE's if it is bundled, else any
+    """
+    bundled = bundled_head(path, kind or "eagle")
+    return str(bundled) if bundled.is_dir() else load_part("reader", "head beside")(path, kind)

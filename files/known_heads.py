@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from files.head_kinds import head_kind
 from files.hub import QUANTIZATION, hub_model
-from files.io import bundled_head, is_gguf, read_json, read_text
-from options import ROOT, log_note
+from files.io import is_gguf, read_json, read_text
+from options import ROOT, load_part, log_note
 
 TABLE = ROOT / "heads" / "README.md"
 TITLE = "| target | head | layout |"
@@ -87,18 +87,12 @@ def published_head(config: Any) -> str:
     return str(path)
 
 
-def own_head(path: Path, kind: str = "") -> str:
-    """Return the head that belongs to a checkpoint: the bundled one, or one beside it; "": none.
-
-    kind: of the head; "": EAGLE's if it is bundled, else any
-    """
-    bundled = bundled_head(path, kind or "eagle")
-    return str(bundled) if bundled.is_dir() else _head_beside(path, kind)
-
-
 @cache  # the note comes once
-def _head_beside(path: Path, kind: str) -> str:
-    """Find a head in the folders beside a checkpoint, with a note. Returns: as `own_head`."""
+def head_beside(path: Path, kind: str) -> str:
+    """Find a head in the folders beside a checkpoint, with a note.
+
+    kind: of the head; "": any. Returns: its path; "": there is none.
+    """
     names = _names_of(path)
     found = []
     for config in sorted(path.absolute().parent.glob("*/config.json")):
@@ -119,10 +113,8 @@ def _head_beside(path: Path, kind: str) -> str:
 
 def _is_head(folder: Path) -> bool:
     """Return whether a directory holds no whole model: a head's embedding has another name."""
-    from files.checkpoint import WeightFiles  # imports torch
-
     return head_kind(folder) != "eagle" or (
-        "model.embed_tokens.weight" not in WeightFiles(folder).readers
+        "model.embed_tokens.weight" not in load_part("reader", "weights")(folder).readers
     )
 
 
@@ -139,9 +131,7 @@ def _names_of(path: Path) -> set[str]:
     """Return the names that a checkpoint on this machine has, as `plain_name` has them."""
     names = [path.absolute().name]
     if is_gguf(path):
-        from files.gguf_header import read_header
-
-        metadata = read_header(path).metadata
+        metadata = load_part("reader", "gguf header")(path).metadata
         names += [metadata.get("general.name"), metadata.get("general.base_model.0.repo_url")]
     else:
         names.append(read_json(path / "config.json").get("_name_or_path"))

@@ -22,8 +22,14 @@ def _unchanged(whether: bool = True) -> Iterator[None]:
     yield
 
 
-def _no_pages() -> None:
-    return None
+def huge_pages() -> Any:
+    """Return new huge pages for weights, or None."""
+    return part_or("machine", "huge_pages", lambda: None)()
+
+
+def blocks() -> Any:
+    """Return the module of weights that stay in a file's blocks; None: they become numbers."""
+    return part_or("machine", "blocks", None)
 
 
 # whether the C++ operators serve these families (built, if need be); whether they are loaded
@@ -33,11 +39,7 @@ cpu_operators_are_loaded: Callable[[], bool] = part_or("machine", "cpu_operators
 is_plain: Callable[..., bool] = part_or("machine", "is_plain", _no)
 # a context in which PyTorch's own loops run on one thread
 single_torch_thread: Callable[..., Any] = part_or("machine", "single_torch_thread", _unchanged)
-# new huge pages for weights, or None
-huge_pages: Callable[[], Any] = part_or("machine", "huge_pages", _no_pages)
-# the module of weights that stay in a file's blocks, and the layouts of codes with zero points;
-# None: both become numbers
-blocks: Any = part_or("machine", "blocks", None)
+# the layouts of codes with zero points; None: they become numbers
 pack_codes: Callable[..., Any] | None = part_or("machine", "pack_codes", None)
 # the processor and the unit of its matmuls, in a few words
 describe_cpu: Callable[[], str] = part_or("machine", "describe_cpu", platform.processor)

@@ -13,10 +13,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from files.fields import text_part
-from files.gguf_header import read_header
 from files.head_kinds import ARCHITECTURES as HEADS
 from files.io import is_gguf, read_json
-from options import added, load_module, present
+from options import added, load_module, load_part, present
 
 PAGE = 'docs/CONTRIBUTING.md, "A model", says how to add one'
 
@@ -94,7 +93,7 @@ def check_architecture(path: Path) -> None:
     Raises: ValueError for another one, or a missing or broken header.
     """
     if is_gguf(path):
-        name = read_header(path).metadata.get("general.architecture")
+        name = load_part("reader", "gguf header")(path).metadata.get("general.architecture")
         if name not in (*gguf_names(), *HEADS):  # the loader names a head's own remedy
             raise ValueError(f"{path}: {gguf_refusal(name)}")
         return

@@ -28,6 +28,7 @@ from files.checkpoint import (
     TensorSource,
     WeightFiles,
     check_quantization,
+    has_stacks,
     saved_quantization,
     scale_name,
     stored_bytes,
@@ -38,7 +39,7 @@ from files.config import read_raw
 from files.io import check_apart, check_out, folder_lock, read_json, show_progress
 from files.machine import cpu_operators_are_loaded, single_torch_thread
 from files.rank import this_rank
-from files.stacks import StackedFiles, has_stacks
+from files.stacks import StackedFiles
 from files.tokenizer import has_tokenizer
 from options import cache_folder, log_note
 from quantize import FORMATS, Quantization, check_finite, fit_group, in_groups

@@ -20,27 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from files.checkpoint import TensorSource, is_mxfp4
+from files.checkpoint import STACK, TensorSource, plain_config
 from files.machine import blocks, cpu_operators_are_loaded
 
 MXFP4 = 39  # of GGUF's types
-STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # a stack -> the matrices of an expert whose rows take turns in it
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 GROUP = 32  # weights of a block
 VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of codes 0 to 7; 8 to 15 are the same, negative
-
-
-def has_stacks(files: TensorSource) -> bool:
-    """Return whether some of the tensors hold the experts of a layer."""
-    return any(map(STACK.fullmatch, files.readers))
-
-
-def plain_config(raw: dict) -> dict:
-    """Return a config.json as one of numbers: MXFP4 is no format of all weights."""
-    if not is_mxfp4(raw):
-        return raw
-    return {name: value for name, value in raw.items() if name != "quantization_config"}
 
 
 class Mxfp4(NamedTuple):
@@ -63,11 +50,11 @@ class Mxfp4(NamedTuple):
     @property
     def part(self) -> Any:
         """The outputs and the layout of the packed weight."""
-        return blocks.Part("MXFP4", len(self.codes))
+        return blocks().Part("MXFP4", len(self.codes))
 
     def bytes(self, device: str) -> int:
         """Return the size of the packed weight. device: a CPU, as CUDA has no matmul for it"""
-        return blocks.part_bytes(self.part, self.inputs)
+        return blocks().part_bytes(self.part, self.inputs)
 
     def content(self) -> Tensor:
         """Return the weight in GGUF's order: a power of two, then codes i and i + 16 in a byte.
@@ -80,7 +67,7 @@ class Mxfp4(NamedTuple):
 
     def as_blocks(self) -> Any:
         """Return the weight as a `backends.blocks.Blocks`."""
-        return blocks.Blocks(self.name, self.content(), MXFP4, self.inputs)
+        return blocks().Blocks(self.name, self.content(), MXFP4, self.inputs)
 
     def pack(self, out: Tensor, path: Path) -> None:
         """Lay the blocks out in strips. Raises, writes: as `Blocks.pack`."""

@@ -30,7 +30,7 @@ from sentencepiece import SentencePieceProcessor
 from files.fields import FLAG, OBJECT, Rule, key, naming, read_fields
 from files.io import is_gguf, read_json
 from files.untrusted import errors_as_value_error, read_untrusted
-from options import log_note
+from options import load_part, log_note
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
 # merges the two messages
@@ -301,15 +301,13 @@ def _with_prefix_space(tok: Any, wanted: bool) -> Any:
 
 
 def _of_gguf(path: Path) -> Tokenizer:
-    from files.gguf_header import read_header
-    from files.gguf_tokenizer import read_bpe, read_sentencepiece, tokenizer_config
-
-    metadata = read_header(path).metadata
-    config = tokenizer_config(metadata)
+    reader = load_part("reader", "gguf tokenizer")
+    metadata = load_part("reader", "gguf header")(path).metadata
+    config = reader.tokenizer_config(metadata)
     if metadata.get("tokenizer.ggml.model") in ("gpt2", "gemma4"):
         _need_tokenizers(path)
-        return JsonTokenizer(read_bpe(metadata), config, path)
-    model, added = read_sentencepiece(metadata)
+        return JsonTokenizer(reader.read_bpe(metadata), config, path)
+    model, added = reader.read_sentencepiece(metadata)
     with read_untrusted(path, "use --prompt_ids", "holds no sentencepiece model"):
         sp = SentencePieceProcessor(model_proto=model)
     return SentencePieceTokenizer(

@@ -203,7 +203,7 @@ class CheckpointLoader(Loader):
         """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
         on_cuda = blocks.in_planes(self.storage.device)
         dtype = self.storage.dtype if on_cuda else torch.float32
-        return blocks.Embedding(self.packed(names, shape), dtype)
+        return blocks().Embedding(self.packed(names, shape), dtype)
 
     def fits_device(self, names: tuple[str, ...]) -> bool:
         """Return whether the device's product holds the codes of others; int8 on CUDA may not.
@@ -254,7 +254,7 @@ class CheckpointLoader(Loader):
                 f"{self.files.path}: the experts of {names[0]} and others are of several types; "
                 "use --dtype bfloat16"
             )
-        return blocks.packed(
+        return blocks().packed(
             sources, len(shape) == 3, self.storage.device, self.pages, self.files.path
         )
 
@@ -262,7 +262,7 @@ class CheckpointLoader(Loader):
         """Return a part as a `backends.blocks.Blocks`, or `Numbers`."""
         if name in self.files.quantized:
             return self.files.quantized[name]()
-        return blocks.Numbers(self.files.read(name, torch.bfloat16))
+        return blocks().Numbers(self.files.read(name, torch.bfloat16))
 
     def codes(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Return codes and scales of a weight: the files hold them, or it is rounded."""
@@ -526,7 +526,7 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     if not kinds:
         return ""
     widened = sorted({files.type_of(name) for name in files.readers} - {""})
-    on_cuda = blocks is not None and blocks.in_planes(storage.device)
+    on_cuda = blocks() is not None and blocks().in_planes(storage.device)
     if quant is None or (quant.is_blocks and on_cuda and widened):
         note = f"the file's {', '.join(widened)} weights are converted to {dtype}"
         asks = quant is not None and quant.every_type

@@ -20,7 +20,10 @@ TABLE = (
 )
 NEEDS = ("files",)
 ADDS = {
-    "operators": {"recurrent": "models.recurrent", "gates": "models.operators"},
+    "operators": {
+        **{name: f"models.recurrent:{name}" for name in ("delta_rule", "short_conv")},
+        **{name: f"models.operators:{name}" for name in ("clamped_swiglu", "geglu", "soft_cap")},
+    },
     "step": {
         name: f"models.steps:{name}"
         for name in ("GeluGate", "HeadNorm", "OffsetNorm", "SplitGate", "WindowAttend")

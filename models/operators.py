@@ -31,10 +31,3 @@ def clamped_swiglu(y: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = y.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
-
-
-OPERATORS = {  # of a backend
-    "clamped_swiglu": clamped_swiglu,
-    "geglu": geglu,
-    "soft_cap": soft_cap,
-}

@@ -239,6 +239,3 @@ def _gates(raw: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     b, a = raw.double().chunk(2, -1)
     rate, bias = gates.double()
     return b.sigmoid().float(), torch.exp(-rate.exp() * F.softplus(a + bias)).float()
-
-
-OPERATORS = {"delta_rule": delta_rule, "short_conv": short_conv}  # of a backend

@@ -10,10 +10,18 @@ OF_RANKS = (
     "smallest",
 )
 OF_SHARES = ("load_model", "pick_tokens", "split_lm_head")
+OPERATORS = ("device_time", "single_thread", "why_not_compiled", "with_times")
 NEEDS = ("files",)
 ADDS = {
-    "operators": {"machine": "run.operators"},
+    "operators": {name: f"run.operators:{name}" for name in OPERATORS},
     "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
+    "command": {
+        "chat": "run.repl:chat",
+        "keys": "run.terminal:TypedAhead",
+        "printer": "run.terminal:printer",
+        "results": "run.results:Results",
+        "round": "run.quantized:write_quantized",
+    },
     "ranks": {
         **{name: f"run.ranks:{name}" for name in OF_RANKS},
         **{name: f"run.tp:{name}" for name in OF_SHARES},

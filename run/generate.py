@@ -22,13 +22,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from files.chat import OnTerminal
 from files.io import StatusLine, write_text
+from files.tokenizer import Tokenizer
 from options import load_part, log_note, require
 from run.engine import Engine
 from run.load import load, without_draft
@@ -45,7 +48,6 @@ from run.rank import of_ranks
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary
-from run.terminal import printer
 from run.tree_paths import ANY_TREE, DraftLimit
 
 
@@ -79,8 +81,6 @@ def ignore(_: list) -> None:
 def need_tokenizer(engine: Engine) -> None:
     """Check that there is a tokenizer. Raises: ValueError that names the missing file."""
     if engine.tokenizer is None:
-        from files.tokenizer import Tokenizer
-
         Tokenizer.load(Path(engine.config.checkpoint))
 
 
@@ -391,9 +391,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     streams = batch.streams
     results = None
     if config.results:
-        from run.results import Results
-
-        results = Results(engine, prompts)
+        results = load_part("command", "results")(engine, prompts)
         streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
     live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
@@ -446,10 +444,10 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
 
 def piece_printer(engine: Engine) -> Callable[[Piece], None]:
     """Return a function that prints the text of a piece, as it is decoded."""
-    from files.chat import OnTerminal
-
     shown = OnTerminal(engine.template)
-    show = printer(sys.stdout)
+    show = partial(print, end="", flush=True)
+    if sys.stdout.isatty():
+        show = load_part("command", "printer")(sys.stdout)
 
     def show_piece(piece: Piece) -> None:
         thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
@@ -535,10 +533,8 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
             engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
         if keys is None:
             return main_loop(engine, prompts)
-        from run.repl import chat
-
         try:
-            chat(engine, encode, keys)
+            load_part("command", "chat")(engine, encode, keys)
         finally:
             keys.close()
 

@@ -18,11 +18,19 @@ import torch
 
 from decode import build_cycles
 from drafters import RootOnly
+from files.chat import NO_TEMPLATE, read_text_files, template_name
+from files.checkpoint import saved_quantization
+from files.config import open_source, read_raw
+from files.fetch import with_files
+from files.gguf_blocks import keeps_blocks
 from files.machine import has_cpu_operators
 from files.memory import free_bytes
+from files.not_finite import check_small_weights
 from files.rank import this_rank
+from files.weights import int4_group, load_model
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
+from quantize import BLOCKS, Quantization
 from run.cuda import set_cuda_device
 from run.draft_method import DraftMethod
 from run.engine import Engine, cache_dtype
@@ -55,12 +63,6 @@ def load(
     options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
-    from files.chat import read_text_files, template_name
-    from files.config import open_source
-    from files.fetch import with_files
-    from files.mtp import need_mtp
-    from files.not_finite import check_small_weights
-
     asked = _asked(config, options)
     asked.check()
     began = time.perf_counter()
@@ -72,7 +74,7 @@ def load(
     if template_name(path, asked) == "":
         asked = replace(asked, chat="")
     if asked.draft == MTP and not asked.head:
-        need_mtp(path, open_source(path))  # before the weights are read
+        load_part("reader", "mtp").need_mtp(path, open_source(path))  # before the weights are read
     target = _load_target(replace(asked, device=device), path)
     check_small_weights(target, path)
     tokenizer, template = text or read_text_files(path, asked)
@@ -102,8 +104,6 @@ def load(
 
 def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) -> GenerateConfig:
     """Return the options of a call of `load`. Raises: ValueError for a name that is not there."""
-    from files.chat import NO_TEMPLATE
-
     if isinstance(config, (str, Path)):
         options = {"checkpoint": config, **options}
         config = None
@@ -153,15 +153,11 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     The cycles are still to be made (`build_cycles`).
     Raises: ValueError for a draft that does not fit.
     """
-    from files.fetch import with_files
-
     target = engine.target
     asked = with_files(asked)
     config = _resolved(asked, target, Path(asked.checkpoint), device)
     method = load_method(target, config, engine.tokenizer)
     if config.quant == "int4":  # for the record: the group that was asked for, or the file's own
-        from files.weights import int4_group
-
         config = replace(config, group_size=int4_group(target))
     used = method.resolved or tree_options(method.presets[-1])
     return replace(
@@ -180,9 +176,6 @@ def skips_requantization(config: GenerateConfig, path: Path) -> bool:
     """
     if config.quant == "none" or config.device != "cpu":
         return False
-    from files.config import open_source
-    from files.gguf_blocks import keeps_blocks
-
     if not keeps_blocks(config, path):
         return False
     if not open_source(path).mostly_has(int(config.quant.removeprefix("int"))):
@@ -193,11 +186,6 @@ def skips_requantization(config: GenerateConfig, path: Path) -> bool:
 
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     """Load the weights, in the format that the options and the files ask for."""
-    from files.gguf_blocks import keeps_blocks
-    from files.rounding import calibrated, is_calibrated
-    from files.weights import load_model
-    from quantize import BLOCKS, Quantization
-
     source = None
     if config.inflate:
         source = load_part("extension", "stand_in").target_source(config)
@@ -206,9 +194,11 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
         quant = None
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True, every_type=config.keep_blocks)
-    if quant is not None and is_calibrated(quant, path) and source is None:
-        source = calibrated(path, quant)
-        quant = None  # the source has the format
+    if quant is not None and source is None:
+        rounding = load_part("reader", "rounding")
+        if rounding.is_calibrated(quant, path):
+            source = rounding.calibrated(path, quant)
+            quant = None  # the source has the format
     load = of_ranks("load_model", load_model)
     return load(path, DTYPES.get(config.dtype), config.device, quant, source)
 
@@ -217,10 +207,6 @@ def _resolved(
     config: GenerateConfig, target: Transformer, path: Path, device: str
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
-    from files.checkpoint import saved_quantization
-    from files.config import read_raw
-    from quantize import BLOCKS
-
     config = replace(config, device=device, compile=how_to_run(config, device))
     saved = saved_quantization(read_raw(path))
     if saved is not None:  # the checkpoint holds codes
@@ -279,11 +265,9 @@ def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> st
 
     Else it is a lookup on one CPU, where that was measured.
     """
-    from files.mtp import find_mtp
-
     # most models have no such layer, and their files are not opened a second time
     may_draft = target.config.mtp and has_drafts() and not config.inflate
-    if may_draft and find_mtp(path):
+    if may_draft and load_part("reader", "mtp").find_mtp(path):
         return MTP
     one_cpu = config.device == "cpu" and this_rank().world_size == 1
     return "ngram" if one_cpu and config.accept == "exact" and has_drafts() else "none"

@@ -36,11 +36,3 @@ def device_time(device: torch.device) -> Tensor | int:
 def why_not_compiled(device: torch.device) -> str:
     """Return why nothing makes steps of this device faster, or "". On CUDA torch.compile does."""
     return "" if device.type == "cuda" else "it needs the CPU operators"
-
-
-OPERATORS = {
-    "with_times": with_times,
-    "single_thread": single_thread,
-    "device_time": device_time,
-    "why_not_compiled": why_not_compiled,
-}

@@ -14,12 +14,14 @@ import re
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from draft_tree import (
     EAGLE1_PATHS,
     MAX_NODES,
     SHAPES,
+    DynamicTree,
+    StaticTree,
     candidates,
     chain_paths,
     check_candidates,
@@ -65,10 +67,6 @@ from run.option_rules import (
 )
 from run.parsing import check_kinds, check_ranges, flag_of, processors, setting
 from run.tree_paths import MEDUSA_PATHS
-
-if TYPE_CHECKING:
-    from draft_tree import DynamicTree, StaticTree
-
 
 check_switches = part_or("machine", "check_switches", lambda: None)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
@@ -478,8 +476,6 @@ class GenerateConfig(Options):
 
         Raises: ValueError for a tree that cannot be.
         """
-        from draft_tree import DynamicTree, StaticTree
-
         if self.tree_shape in ("chain", "static"):
             return StaticTree(self.static_paths)
         depth = self.tree_depth or DEPTH
@@ -663,8 +659,6 @@ def parse_ids(text: str) -> list[int]:
 
 def _usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, int]:
     """Return the top-k and the nodes of a dynamic tree by default: the paper's."""
-    from draft_tree import DynamicTree
-
     return DynamicTree.topk, DynamicTree.size
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from files.fetch import fetched
-from files.io import bundled_head, check_apart, check_out, is_gguf, read_json
-from options import FORMAT_NAMES
-from run.options import pick_device
+from files.io import check_apart, check_out, is_gguf, read_json
+from options import FORMAT_NAMES, load_part
 from run.parsing import one_line_errors, option, parse
 
 
@@ -63,28 +62,8 @@ def read_command(argv: list[str] | None = None) -> QuantizeConfig:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     config = read_command(argv)
-    # imported here, as torch takes seconds, and --help and mistakes are answered before
-    from files.calibrate import moments_of
-    from files.checkpoint import WeightFiles
-    from files.rounding import quantize_directory
-    from quantize import Quantization
-
+    # asked for here, as torch takes seconds, and --help and mistakes are answered before
+    write_quantized = load_part("command", "round")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with one_line_errors("quantize.py"):
-        quant = Quantization(config.quant, config.group_size)
-        out = Path(config.out)
-        device = pick_device(config.device)
-        path = Path(config.checkpoint)
-        moments = ()
-        if config.quant == "int4":
-            moments = moments_of(path)
-        quantize_directory(path, out, quant, device, config.overwrite, moments)
-        size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-        head = bundled_head(Path(config.checkpoint))
-        given = f"--checkpoint {config.out}" + (f" --head {head}" if head.is_dir() else "")
-        if not any(name.startswith("model.") for name in WeightFiles(out).readers):
-            given = f"--checkpoint MODEL --head {config.out}"
-        print(
-            f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: "
-            f'python generate.py {given} --prompt "Once upon a time"'
-        )
+        write_quantized(config)

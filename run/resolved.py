@@ -11,9 +11,8 @@ from drafters import Drafter, TreeDrafter
 from files.checkpoint import saved_quantization
 from files.config import open_source, read_raw
 from files.gguf_blocks import keeps_blocks
-from files.head_kinds import MTP, head_kind
+from files.head_kinds import MTP, head_kind, own_head
 from files.io import bundled_head, is_gguf
-from files.known_heads import own_head
 from files.machine import has_cpu_operators
 from quantize import BLOCKS
 from run.methods import head_kinds

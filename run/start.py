@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from files.gguf_header import read_header
+from files.fetch import with_files
 from files.head_kinds import check_mtp, head_kind
 from files.io import is_gguf, read_json
-from options import require
+from files.registry import check_architecture
+from options import load_part, require
 from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
@@ -52,9 +53,7 @@ def read_command(argv: list[str] | None = None) -> Command:
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None
     if config.interactive:
-        from run.terminal import TypedAhead
-
-        keys = TypedAhead()
+        keys = load_part("command", "keys")()
         keys.hold()
     return Command(config, prompts, to_end=to_end, keys=keys)
 
@@ -63,10 +62,8 @@ def with_text(command: Command) -> Command:
     """Read the text side of the checkpoint. Exit with status 2 on a mistake."""
     config = command.config
     with one_line_errors("generate.py"):
-        from files.chat import read_text_files
-
         config = with_checked_files(config)
-        text = read_text_files(Path(config.checkpoint), config)
+        text = load_part("reader", "texts")(Path(config.checkpoint), config)
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
         return Command(config, command.prompts, text, command.to_end, command.keys)
@@ -77,9 +74,6 @@ def with_checked_files(config: GenerateConfig) -> GenerateConfig:
 
     Raises: ValueError, also for a missing or broken header.
     """
-    from files.fetch import with_files
-    from files.registry import check_architecture
-
     config = with_files(config)
     path = Path(config.checkpoint)
     check_architecture(path)
@@ -104,7 +98,7 @@ def check_head_width(target: Path, config: GenerateConfig) -> None:
     name = "target_hidden_size" if of_head.get("target_hidden_size") else "hidden_size"
     own = of_head.get(name)
     if is_gguf(target):
-        keys = read_header(target).metadata
+        keys = load_part("reader", "gguf header")(target).metadata
         width = keys.get(f"{keys.get('general.architecture')}.embedding_length")
     else:
         width = read_json(target / "config.json").get("hidden_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from options import load_part
 from run import parsing
 from run.prompts import read_grammar
 from run.start import with_checked_files
@@ -29,9 +30,9 @@ def main() -> None:
         check_packages()
         with_checked_files(config)
         read_grammar(config)
-        import server.app  # a package that is missing is named
+        app = load_part("server", "app")  # a package that is missing is named
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # a regular exit saves the measurements of --tree auto
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    server.app.main(config, given)
+    app.main(config, given)

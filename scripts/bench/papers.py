@@ -124,7 +124,7 @@ from tqdm import tqdm
 from files.chat import NO_TEMPLATE
 from files.checkpoint import WeightFiles
 from files.fetch import fetched
-from files.known_heads import own_head
+from files.head_kinds import own_head
 from files.mtp import find_mtp
 from run.engine import Engine
 from run.generate import Batch, Turn, encode, first_ids, load

@@ -21,8 +21,9 @@ from test_download import run
 
 from files import hub, known_heads
 from files.fetch import fetched, title_of, with_files
+from files.head_kinds import own_head
 from files.io import bundled_head, is_gguf, is_model_name
-from files.known_heads import own_head, plain_name, published_heads
+from files.known_heads import plain_name, published_heads
 from files.ollama import ollama_model
 from run import quantize as run_quantize
 from run.generate import generate, load
@@ -391,7 +392,7 @@ def test_a_head_beside_a_model_is_found_by_its_config(tmp_path, capsys):
     assert own_head(model, "medusa") == ""
     engine = load(str(model), device="cpu", max_new_tokens=8, tree="dynamic")
     assert engine.option("draft") == "eagle" and engine.option("head") == str(tmp_path / "c-head")
-    known_heads._head_beside.cache_clear()
+    known_heads.head_beside.cache_clear()
     raw = json.loads((tmp_path / "c-head" / "config.json").read_text())
     del raw["base_model"]
     raw["speculators_config"] = {"verifier": {"name_or_path": "official/Demo-1M"}}
