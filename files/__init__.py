@@ -22,7 +22,7 @@ ADDS = {
         "gguf tokenizer": "files.gguf_tokenizer",
         "head beside": "files.known_heads:head_beside",
         "hub": "files.hub:hub_model",
-        "jinja": "files.sandbox:Template",
+        "jinja": "files.jinja:make_template",
         "moments": "files.calibrate:moments_of",
         "mtp": "files.mtp",
         "ollama": "files.ollama:ollama_model",

@@ -2,9 +2,9 @@
 
 `chat_template` returns one of two kinds, with one interface:
 
-1. `JinjaTemplate`, the default: the checkpoint's own, a Jinja program. files/sandbox.py renders it
-   as `transformers` does. It writes BOS itself. `stop_ids` renders a probe, so that a template that
-   fails is refused before decoding.
+1. `JinjaTemplate` (files/jinja.py), the default: the checkpoint's own, a Jinja program, which
+   files/sandbox.py renders as `transformers` does. It writes BOS itself. `stop_ids` renders a
+   probe, so that a template that fails is refused before decoding.
 2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to
    repeat the official EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation
    templates). None is a default.
@@ -18,19 +18,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from files.io import LocalError, has_colours, is_gguf, read_text
-from files.thinking import Tags, Thinking, closed, opened_by, without_messages
+from files.thinking import Tags, Thinking
 from files.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import load_part
 
-OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
-END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
 
 
@@ -131,117 +127,6 @@ def words_as_text(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
 # ---------------------------------------------------------------------------- a checkpoint's own
 
 
-@dataclass(frozen=True)
-class JinjaTemplate(ChatTemplate):
-    """A checkpoint's own template."""
-
-    path: Path  # the checkpoint, for messages
-    program: Any  # files.sandbox.Template
-    # for conversations with tools, where the checkpoint has another one for them
-    program_of_tools: Any
-    special: dict[str, str]  # bos_token and the like -> their texts
-    system: str | None = None  # None: as the template has it
-    closes: bool = False  # the thinking that it opens: an answer that begins with a schema has none
-
-    bos = False
-
-    @property
-    def title(self) -> str:
-        """The template's name in messages."""
-        return "the model's chat template"
-
-    @cached_property
-    def reply(self) -> str:
-        """The text between the prompt for an answer and that answer, once it is an earlier one.
-
-        A rendered probe shows it.
-        """
-        question, answer, another = PROBE
-        prompt = self.render([question], [])
-        conversation = self.render([question, another], [answer])
-        before = conversation.partition(answer)[0]
-        if not before.startswith(prompt):
-            return ""
-        return before.removeprefix(prompt)
-
-    @cached_property
-    def thinks(self) -> Tags | None:
-        """The tags of the thinking that a prompt opens, by a rendered probe."""
-        return opened_by(self.render([PROBE[0]], []))
-
-    def render(self, turns: list[str], answers: list[str]) -> str:
-        """Render, as the base class. Raises: ValueError when the template fails."""
-        messages = [{"role": "user", "content": turn} for turn in turns]
-        for number, answer in enumerate(answers):
-            said = without_messages(answer)
-            messages.insert(2 * number + 1, {"role": "assistant", "content": said})
-        return self.render_messages(messages)
-
-    def render_messages(
-        self,
-        messages: list[dict],
-        tools: list[dict] | None = None,
-        variables: dict | None = None,
-    ) -> str:
-        """Render, as the base class.
-
-        Raises: ValueError when the template fails; it says whether --system is the cause.
-        """
-        said = messages
-        if self.system is not None:
-            said = [{"role": "system", "content": self.system}, *messages]
-        program = self.program
-        if tools and self.program_of_tools:
-            program = self.program_of_tools
-        try:
-            text = program.render(
-                messages=said,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=True,
-                **self.special | (variables or {}),
-            )
-            return closed(text) if self.closes else text
-        except ValueError as error:
-            if self.system is not None and self._renders_without_system(messages, tools):
-                fault = f"chat template takes no system message ({error})"
-                raise LocalError(
-                    f"{self.path}: its {fault}; drop --system",
-                    f"the model's {fault}; leave it out",
-                ) from None
-            raise refusal(self.path, error) from None
-
-    def with_system(self, text: str) -> JinjaTemplate:
-        """Return the template with another system message, as the base class."""
-        return replace(self, system=text)
-
-    def _renders_without_system(self, messages: list[dict], tools: list[dict] | None) -> bool:
-        try:
-            replace(self, system=None).render_messages(messages, tools)
-        except ValueError:
-            return False
-        return True
-
-    def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the control or added token after an answer in a rendered probe, if there is one.
-
-        Raises: ValueError when the template fails, or leaves out the system message.
-        """
-        question, answer, another = PROBE
-        turns = [question, another]
-        answers = [answer]
-        text = self.render(turns, answers)
-        # compared with another message, not with none: this one may be the template's own default
-        other = replace(self, system=f"{question} {self.system}")
-        if (self.system or "").strip() and text == other.render(turns, answers):
-            raise ValueError(
-                f"{self.path}: its chat template leaves out the system message; drop --system"
-            )
-        if tokenizer.id_of(END_OF_ANSWER) is not None:
-            return ()  # an answer is several messages, and the token ends each of them
-        return tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
-
-
 def refusal(path: Path, reason: Any) -> LocalError:
     """Return the error about a template that cannot be used, one line."""
     return LocalError(
@@ -283,7 +168,7 @@ def template_text(path: Path, name: str = "default") -> str | None:
     return template
 
 
-def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> JinjaTemplate:
+def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> ChatTemplate:
     """Return the checkpoint's own template.
 
     Raises: ValueError when it has none, or one that fails.
@@ -293,16 +178,9 @@ def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> Jinj
         raise ValueError(
             f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
         )
-    program = load_part("reader", "jinja")  # it imports jinja2, which others do without
-    if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
-        least = ".".join(map(str, OLDEST_JINJA2))
-        raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")
     of_tools = template_text(path, "tool_use")
-    try:
-        program_of_tools = None if of_tools is None else program(of_tools)
-        return JinjaTemplate(path, program(text), program_of_tools, tokenizer.special, system)
-    except ValueError as error:
-        raise refusal(path, error) from None
+    make = load_part("reader", "jinja")  # it needs jinja2, which other checkpoints do without
+    return make(path, text, of_tools, tokenizer.special, system)
 
 
 # ----------------------------------------------------------------------------------------- fixed

@@ -357,7 +357,7 @@ def test_a_template_file_that_cannot_be_read(json_dir, tmp_path):
 
 
 def test_jinja2_is_old(checkpoint, monkeypatch):
-    monkeypatch.setattr("files.chat.version", lambda package: "3.1.5")
+    monkeypatch.setattr("files.jinja.version", lambda package: "3.1.5")
     with pytest.raises(ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"):
         own(checkpoint("zephyr"))
 

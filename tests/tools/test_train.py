@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from draft_tree import StaticTree
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
-from files.chat import CHAT_TEMPLATES, JinjaTemplate
+from files.chat import CHAT_TEMPLATES
 from files.eagle_variants import head_names
+from files.jinja import JinjaTemplate
 from files.sandbox import Template
 from files.tokenizer import Tokenizer
 from files.weights import load_model
