@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
+from files.heads import MASK
 from runtime import replace_fields
 from steps import Columns, Copy, CppStep, Norm, Project, Rows, Step
-
-MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class GgufFile(TensorSource):
             )
         rows, inputs = shape
         content = torch.from_numpy(content).view(rows, -1)
-        return blocks.Blocks(name, content, info.type_id, inputs, row_order(rows, heads))
+        return blocks().Blocks(name, content, info.type_id, inputs, row_order(rows, heads))
 
     def _package(self) -> Any:
         """Import the package `gguf`, which takes 0.1 s. Raises: ValueError when it is missing."""

@@ -133,7 +133,7 @@ class GgufHead(GgufFile):
         return config | further(key)
 
     def _eagle3_keys(self, key: Callable[[str], str]) -> dict:
-        """Return the further keys of `files.heads.HFEagle3Head`."""
+        """Return the further keys of `files.eagle3_heads.HFEagle3Head`."""
         metadata = self._header.metadata
         keys = {
             "target_hidden_size": metadata.size(key("target_hidden_size")),

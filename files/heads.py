@@ -2,7 +2,7 @@
 
 1. `HeadFiles` gives a head's tensors the names of the official layout, and finds their version.
 2. `read_head` makes an `EagleConfig` of config.json and of these names, and checks that the head
-   fits the target.
+   fits the target; the keys of version 3 are in eagle3_heads.py.
 3. `draft_vocab` returns the tokens that a head drafts, and `load_head` fills the modules of
    eagle_variants.py.
 
@@ -32,27 +32,23 @@ from drafters import DraftVocab
 from eagle_draft import EagleConfig, EagleHead, fill
 from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
 from files.config import HFArchitecture, config_from, open_source
-from files.eagle_variants import MASK, Eagle3Variant, make_head
 from files.fields import (
     FLAG,
-    OBJECT,
     TEXT,
-    TOKEN_ID,
-    Rule,
-    integer,
     key,
     naming,
     positive,
     read_fields,
 )
 from files.io import is_gguf, read_json
-from files.keys import WIDTH, HFConfig, HFSwiGLU
+from files.keys import HFConfig, HFSwiGLU
 from files.untrusted import load_pickle, read_untrusted
 from files.weights import check_layers
 from model import ModelConfig, Transformer
 from options import load_part, log_note, require
 from quantize import BLOCKS, Quantization, decode
 
+MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
 # beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
 OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 LAYOUTS = (
@@ -60,9 +56,6 @@ LAYOUTS = (
 )
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
-LAYERS = Rule(
-    "a list of whole numbers", lambda v: type(v) is list and all(type(i) is int for i in v)
-)
 
 
 @dataclass(frozen=True)
@@ -79,35 +72,6 @@ class HFEagle2Head(HFHead):
 
     bias: bool = key(FLAG, True)  # of its fc
     qkv_bias: bool = key(FLAG, False)
-
-
-@dataclass(frozen=True)
-class HFNestedConfig:
-    """The keys of a version-3 head's config.json with keys of their own."""
-
-    # speculators: the keys that others have at the top
-    transformer_layer_config: dict | None = key(OBJECT, None)
-    eagle_config: dict | None = key(OBJECT, None)  # its keys are those of `HFEagle3Head`
-
-
-@dataclass(frozen=True)
-class HFEagle3Head(HFHead):
-    """The further keys of a head of version 3. An empty list of layers counts as missing."""
-
-    target_hidden_size: int | None = key(WIDTH, None)  # as hidden_size
-    draft_vocab_size: int | None = key(integer(1, 2**24), None)  # the length of d2t, or all
-    # False: the head takes the target's last features, and has no fc
-    use_aux_hidden_state: bool = key(FLAG, True)
-    norm_before_residual: bool = key(FLAG, False)
-    norm_before_fc: bool = key(FLAG, False)
-    fc_norm: bool = key(FLAG, False)
-    norm_output: bool | None = key(FLAG, None)
-    target_layer_ids: list | None = key(LAYERS, None)  # layers whose outputs fc takes
-    # the same in `eagle_config`; at the top, layers whose inputs fc takes
-    eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)
-    mask_token_id: int | None = key(TOKEN_ID, None)  # P-EAGLE: the token of levels below the first
-    pard_token: int | None = key(TOKEN_ID, None)  # the same in vLLM's words
-    ptd_token_id: int | None = key(TOKEN_ID, None)
 
 
 # keys without a meaning for the function; a note names the keys that are neither here nor read
@@ -140,8 +104,6 @@ OFF = {  # keys that change nothing with this value
     "use_mtp_layernorm": False,
 }
 BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
-# vLLM's and NeMo's names, see `_last_norm`
-FEEDS_NORMED = ("Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel")
 
 
 def read_eagle2(path: Path, raw: dict | None = None) -> EagleConfig:
@@ -153,7 +115,7 @@ def read_eagle2(path: Path, raw: dict | None = None) -> EagleConfig:
     model = layer_config(path, raw)
     with naming(path / "config.json"):
         hf = read_fields(raw, HFEagle2Head)
-    _check_inputs(path, hf)
+    check_inputs(path, hf)
     model = replace(model, qkv_bias=hf.qkv_bias, o_bias=False, mlp_bias=False)
     return EagleConfig(model, fc_bias=hf.bias, sharpness=hf.draft_sharpness)
 
@@ -165,7 +127,7 @@ def layer_config(path: Path, raw: dict) -> ModelConfig:
         return config_from(raw, "LlamaForCausalLM")
 
 
-def _check_inputs(path: Path, hf: HFHead) -> None:
+def check_inputs(path: Path, hf: HFHead) -> None:
     if hf.draft_inputs != DRAFT_INPUTS:
         raise ValueError(
             f"{path}: the head was trained on {hf.draft_inputs}; only {DRAFT_INPUTS} can draft here"
@@ -323,7 +285,7 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
     if files.version < 3:
         config = read_eagle2(path, files.config)
     else:
-        config = _read_eagle3(files, target.n_layers)
+        config = load_part("reader", "eagle3").read_eagle3(files, target.n_layers)
     config = replace(config, model=_with_own_layers(config.model, files, target.n_layers))
     check_layers(config.model, files)
     dim = config.model.dim
@@ -362,7 +324,7 @@ def load_head(
     ids = draft_vocab(files, config)
     print_notes(files, config)
     with torch.device("meta"):
-        head = make_head(config)
+        head = _make(config)
     if ids is not None:
         head.vocab = DraftVocab(config.model.vocab_size, ids)
     unused = partial(is_unused, config=config)
@@ -370,6 +332,11 @@ def load_head(
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
     return head
+
+
+def _make(config: EagleConfig) -> EagleHead:
+    """Make a head of any version and layout."""
+    return load_part("reader", "eagle3").VariantHead(config) if config.eagle3 else EagleHead(config)
 
 
 def is_unused(name: str, config: EagleConfig) -> bool:
@@ -428,16 +395,7 @@ def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
     """Return the keys of a head's config.json that nothing reads and that are not neutral."""
     parts: list[tuple[dict, tuple[type, ...]]]  # an object in it, and the records of its keys
     if config.eagle3:
-        layer = raw.get("transformer_layer_config")
-        flags = raw.get("eagle_config")
-        top = (HFArchitecture, HFNestedConfig, HFEagle3Head)
-        if not layer:
-            top += (HFConfig, HFSwiGLU)
-        parts = [
-            (raw, top),
-            (layer or {}, (HFArchitecture, HFConfig, HFSwiGLU)),
-            (flags or {}, (HFEagle3Head,)),
-        ]
+        parts = load_part("reader", "eagle3").records_of_keys(raw)
     else:
         parts = [(raw, (HFArchitecture, HFConfig, HFSwiGLU, HFEagle2Head))]
     model = config.model
@@ -457,140 +415,6 @@ def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
             if name not in expected and name not in known:
                 unknown.add(name)
     return unknown
-
-
-def _read_eagle3(files: HeadFiles, layers: int) -> EagleConfig:
-    """Read the config of a head of version 3. layers: of the target"""
-    path = files.path
-    raw = files.config
-    tensors = {*files.readers, *files.quantized}
-    with naming(path / "config.json"):
-        nested = read_fields(raw, HFNestedConfig)
-        layer = nested.transformer_layer_config
-        flags = nested.eagle_config or {}
-        hf = read_fields({**raw, **flags}, HFEagle3Head)
-        hf_top = read_fields(raw, HFEagle3Head)
-        hf_flags = read_fields(flags, HFEagle3Head)
-    _check_inputs(path, hf)
-    model = layer_config(path, raw if layer is None else layer)
-    biases = {kind: f"midlayer.{name}.bias" in tensors for kind, name in BIASES.items()}
-    model = replace(model, **biases)
-    if "midlayer.self_attn.q_norm.weight" in tensors:
-        model = load_part("architecture", "Qwen3ForCausalLM").with_head_norms(model)
-    vocab = _draft_vocab_size(files, hf, model.vocab_size)
-    norms = {
-        "norm_before_fc": hf.norm_before_fc or "input_norm.weight" in tensors,
-        "fc_norm": hf.fc_norm or "fc_norm.0.weight" in tensors,
-    }
-    aux_layers = ()
-    if hf.use_aux_hidden_state:
-        aux_layers = _aux_layers(path, hf_top, hf_flags, layers)
-    elif any(norms.values()):
-        name = next(name for name in norms if norms[name])
-        raise ValueError(
-            f"{path}: {name} norms what fc takes, and use_aux_hidden_state is false; correct one"
-        )
-    embedding = "embed_tokens.weight" if "embed_tokens.weight" in tensors else ""
-    lm_head = "lm_head.weight"
-    if vocab == model.vocab_size and lm_head not in tensors:
-        lm_head = embedding if model.tie_embeddings else ""
-    eagle3 = Eagle3Variant(
-        aux_layers=aux_layers,
-        target_dim=hf.target_hidden_size or model.dim,
-        draft_vocab=vocab,
-        norm_before_residual=hf.norm_before_residual,
-        last_norm=_last_norm(files, hf.norm_output, layer is not None or norms["fc_norm"]),
-        embedding=embedding,
-        lm_head=lm_head,
-        mask_token=_mask_token(path, hf, model.vocab_size) if MASK in tensors else None,
-        **norms,
-    )
-    return EagleConfig(model, "fc.bias" in tensors, hf.draft_sharpness, eagle3)
-
-
-def _mask_token(path: Path, hf: HFEagle3Head, vocab_size: int) -> int:
-    """Return the mask token of P-EAGLE. Raises: ValueError for a missing or impossible one."""
-    ids = [hf.mask_token_id, hf.pard_token, hf.ptd_token_id]
-    token = next((token for token in ids if token is not None), None)
-    if token is None or token >= vocab_size:
-        raise ValueError(
-            f"{path}: {MASK} makes it a P-EAGLE head, which needs a mask_token_id below vocab_size "
-            f"({vocab_size}); it is {token}: use its own config.json"
-        )
-    return token
-
-
-def _d2t_size(files: HeadFiles, vocab_size: int) -> int:
-    """Return the length of d2t; without it a head drafts the whole vocabulary."""
-    if "d2t" in files.readers:
-        return files.read("d2t").numel()
-    return vocab_size
-
-
-def _draft_vocab_size(files: HeadFiles, hf: HFEagle3Head, vocab_size: int) -> int:
-    """Return the number of tokens that a head drafts. Raises: ValueError for too many."""
-    size = hf.draft_vocab_size
-    if not size:
-        size = _d2t_size(files, vocab_size)
-    if size > vocab_size:
-        raise ValueError(
-            f"{files.path}: draft_vocab_size, or the length of d2t, is {size}, "
-            f"and vocab_size {vocab_size}; it must be at most that: correct config.json"
-        )
-    return size
-
-
-def _last_norm(files: HeadFiles, output: bool | None, newer: bool) -> str:
-    """Return the use of the last norm, by `norm_output`.
-
-    True: the normed output is fed back, as in vLLM, NeMo and speculators; SpecForge norms it
-    before the LM head only. False or absent: it is normed before the LM head only; SpecForge
-    leaves out the norm where it is false.
-
-    newer: the layout is speculators', or the head has fc_norm
-    """
-    if output is False and "norm.weight" not in files.readers:
-        return "none"
-    named = any(name in str(files.config.get("architectures")) for name in FEEDS_NORMED)
-    if output and (newer or named or not files.midlayer):
-        return "fed"
-    return "logits"
-
-
-def _aux_layers(path: Path, top: HFEagle3Head, flags: HFEagle3Head, layers: int) -> tuple[int, ...]:
-    """Return the layers of the target whose inputs a head takes.
-
-    top, flags: the keys at the top and in `eagle_config`
-    Raises: ValueError for layers that the target does not have, and for a list that does not
-    ascend: vLLM puts the layers in ascending order, others take them as they are listed.
-    """
-    lists = [  # the ids, and their distance to the layer whose input is meant
-        (top.eagle_aux_hidden_state_layer_ids, 0),
-        (flags.eagle_aux_hidden_state_layer_ids, 1),
-        (top.target_layer_ids, 1),
-        (flags.target_layer_ids, 1),
-    ]
-    choices = {tuple(i + shift for i in ids) for ids, shift in lists if ids}
-    if len(choices) > 1:
-        twice = " and ".join(map(str, sorted(choices)))
-        raise ValueError(
-            f"{path}: the target's layers are named twice, as inputs {twice}; keep one list"
-        )
-    if choices:
-        aux_layers = choices.pop()
-        default = ""
-    else:
-        aux_layers = (2, layers // 2, layers - 3)
-        default = " (the default, since none are named)"
-    ascending = list(aux_layers) == sorted(set(aux_layers))
-    if not ascending or not 0 <= aux_layers[0] <= aux_layers[-1] <= layers:
-        listed = ", ".join(map(str, aux_layers))
-        raise ValueError(
-            f"{path}: the head takes the inputs of the target's layers {listed}{default}, which "
-            f"must ascend from 0 to {layers} ({layers}: the last one's output); use its own "
-            "target, or name others in eagle_aux_hidden_state_layer_ids"
-        )
-    return aux_layers
 
 
 def draft_vocab(files: TensorSource, config: EagleConfig) -> Tensor | None:

@@ -17,7 +17,7 @@ from files.hub import QUANTIZATION, hub_model
 from files.io import is_gguf, read_json, read_text
 from options import ROOT, load_part, log_note
 
-TABLE = ROOT / "heads" / "README.md"
+TABLE = ROOT / "files" / "HEADS.md"
 TITLE = "| target | head | layout |"
 # keys of a head's config.json, beside speculators'
 TARGETS = ("base_model", "target_model", "base_model_name_or_path", "target_model_name_or_path")

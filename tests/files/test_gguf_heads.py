@@ -302,7 +302,7 @@ def test_tokens_in_any_order(files, tmp_path, monkeypatch):
         if form == BLOCKS and not has_cpu_operators("products"):
             continue
         quant = Quantization(BLOCKS, saved=True) if form == BLOCKS else None
-        made = [load_head(p, target, quant, head_files(p, form)) for p in (files(), path)]
+        made = [load_head(p, target, quant, source=head_files(p, form)) for p in (files(), path)]
         assert torch.equal(made[0].vocab.ids, made[1].vocab.ids)
         x = torch.randn(3, 256).to(target.norm.weight.dtype)
         with torch.inference_mode():

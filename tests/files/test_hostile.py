@@ -34,7 +34,8 @@ from test_tokenizer import build_json
 import files.tokenizer
 from files import checkpoint
 from files.config import read_config
-from files.heads import HFEagle2Head, HFEagle3Head, HFNestedConfig
+from files.eagle3_heads import HFEagle3Head, HFNestedConfig
+from files.heads import HFEagle2Head
 from files.keys import HFConfig, HFSwiGLU
 from files.tokenizer import Tokenizer
 from files.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
