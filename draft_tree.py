@@ -59,11 +59,6 @@ class DrafterUpdate(NamedTuple):
     at_root: Tensor | None = None
     extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
 
-    @property
-    def accepted_ran_index(self) -> Tensor:
-        """Indices of the accepted nodes among those that the drafter ran, [B, R] int64."""
-        return self.tree.ran_index.gather(1, self.path)
-
 
 # ---------------------------------------------------------------------- growth, level by level
 

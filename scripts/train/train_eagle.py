@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from files.head_kinds import head_kind
 from files.io import check_directory, read_jsonl, replace_file
 from options import require
+from run.heads import rows_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors, option, parse
 from scripts.train.train_options import TrainOptions, resume_file
@@ -357,7 +358,7 @@ def losses_of(
     rows = copy(target.lm_head)
     use_backend(rows, TORCH)  # gradients of a head without one pass through it
     if head.vocab:
-        rows = rows.rows(head.vocab.ids)
+        rows = rows_of(rows, head.vocab.ids)
     recipe = head_training.LossOptions(
         head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
     )
