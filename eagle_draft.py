@@ -415,7 +415,7 @@ def fill(
     storage = Storage(weight.dtype, str(weight.device), quant)
     load_weights(head, files, names, storage, unused)
     if head.vocab:
-        head.vocab = head.vocab._replace(ids=head.vocab.ids.to(weight.device))
+        head.vocab = DraftVocab(head.vocab.size, head.vocab.ids.to(weight.device))
     head.quant = quant
     head.ropes = RotaryEmbeddings(head.config.model.ropes, weight.device)
     use_backend(head.eval(), target.backend)

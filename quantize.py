@@ -162,7 +162,7 @@ def stack(weights: Iterable[Any], experts: int) -> Any:
         parts = {name: part for name, part in parts.items() if part is not None}
         if whole is None:
             empty = {name: part.new_empty(experts, *part.shape) for name, part in parts.items()}
-            whole = weight._replace(experts=experts, **empty)
+            whole = type(weight)(**weight._asdict() | empty | {"experts": experts})
         for name, part in parts.items():
             getattr(whole, name)[number] = part
     return whole
@@ -454,7 +454,7 @@ def hold(module: nn.Module, weight: Any) -> Any:
     tensors = [name for name in weight._fields if isinstance(getattr(weight, name), Tensor)]
     for name in tensors:
         module.register_buffer(name, getattr(weight, name))
-    return weight._replace(**dict.fromkeys(tensors))
+    return type(weight)(*[None if isinstance(value, Tensor) else value for value in weight])
 
 
 def held(module: nn.Module, weight: Any) -> Any:
