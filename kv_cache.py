@@ -84,19 +84,6 @@ class KVCache(NamedTuple):
         states = self.states and self.states.sequences(rows)
         return KVCache(k, v, self.addresses[:0], self.sources, states)
 
-    def prefix(self, seq: int, length: int) -> list[Tensor]:
-        """Return the first `length` slots of a sequence, and its states, as views.
-
-        Where they are copied, `resume` knows which of the states serve.
-        """
-        slots = [buffer[seq, :, :length] for buffer in (*self.k, *self.v)]
-        return slots + [buffer[seq] for buffer in (self.states.buffers() if self.states else ())]
-
-    def clear(self, seq: int, length: int) -> None:
-        """Overwrite the first `length` slots of a sequence, and its states, with zeros."""
-        for view in self.prefix(seq, length):
-            view.zero_()
-
     def keep_states(self, seq: int) -> None:
         """Take a snapshot of a sequence's states, to which `resume` may return."""
         if self.states:

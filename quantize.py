@@ -7,9 +7,9 @@ A weight's way has five stations, each a method of `Loader` that the folder file
 1. Open: a `TensorSource` reads tensors by their names in files.
 2. Rename: a parameter is made of tensors of other names, one below the other.
 3. Encode: `Int8` and `Int4` round numbers to codes and scales, one weight at a time.
-4. Pack: a `Layout` puts codes and scales as a device's matmul reads them. Those of backends/ are
-   registered by device; the layouts here leave codes as they are.
-5. Place: the layer holds the `Weight`, and a backend multiplies rows by it.
+4. Pack: codes and scales become one record as a device's matmul reads it. Those of backends/ are
+   registered by device; `Codes` has them as they are.
+5. Place: the layer holds the record, and a backend multiplies rows by it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from options import FORMAT_NAMES, has_part, load_part, one_line
+from options import has_part, load_part, one_line
 from reference import TORCH, Backend
 
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file, which files/ reads
@@ -90,135 +90,83 @@ def multiply_groups(x: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- the record
 
 
-class Layout:
-    """How codes and scales lie in memory. Here they stay as they are: [N, K] int8, and `scale`."""
+class Codes(NamedTuple):
+    """The weight of a linear layer, [N, K], or a stack of experts: codes and scales as they are.
 
-    def __init__(self, name: str, format: str):
-        """format: of `FORMATS`"""
-        self.name = name
-        self.format = format
+    A backend may have its own record in its place (`pack`), with the same methods.
+    """
 
-    def pack(self, codes: Tensor, scale: Tensor) -> Weight:
-        """Lay out codes and scales: nothing is rounded. Arguments: as for `pack` below."""
-        group = codes.shape[1] // scale.shape[1] if scale.dim() > 1 else 0
-        part = Part(self.name, len(codes), group)
-        return Weight(codes, (part,), codes.shape[1], scale=scale)
-
-    def unpack(self, weight: Weight) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales that `pack` laid out."""
-        return weight.data, weight.scale
-
-    def numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of a weight, [N, K]."""
-        return decode(*self.unpack(weight)).to(dtype)
-
-    def multiply(self, rows: Tensor, weight: Weight) -> Tensor:
-        """Multiply rows by a weight plainly, [M, K] -> [M, N] fp32."""
-        codes, scale = self.unpack(weight)
-        steps = scale.view(len(scale), -1)  # [N, K/G], or [N, 1]
-        return multiply_groups(rows, codes.unflatten(1, (steps.shape[1], -1)), steps)
-
-    def take(self, weight: Weight, ids: Tensor) -> Weight | Tensor:
-        """Return some outputs, in codes and scales, or where they cannot be, as bfloat16."""
-        codes, scale = self.unpack(weight)
-        return pack(self.format, codes[ids], scale[ids])
-
-    def for_decoding(self, weight: Weight) -> Weight:
-        """Return the weight of a layer as the kernel of its device reads it."""
-        return weight
-
-
-# those of backends/ beside them, once a weight is packed so
-LAYOUTS = {f"{name.upper()}_CODES": Layout(f"{name.upper()}_CODES", name) for name in FORMAT_NAMES}
-
-
-class Part(NamedTuple):
-    """Some outputs of a layer, of one layout."""
-
-    layout: str  # a name in `LAYOUTS`
-    outputs: int
-    group: int = 0  # inputs that share a scale, where the layout leaves it open
-
-
-class Weight(NamedTuple):
-    """The packed weight of a linear layer, [N, K], or of a stack of experts, [E, N, K]."""
-
-    data: Tensor  # as the layout has it, E in front
-    parts: tuple[Part, ...]  # one below the other, the same for every expert
-    inputs: int  # K
-    table: Tensor | None = None  # of a CPU's strips: the parts, as C++ reads them
-    scale: Tensor | None = None  # of data without scales, E in front
+    codes: Tensor  # [N, K] int8, E in front
+    scale: Tensor  # as for `pack`, E in front
+    format: str  # a key of `FORMATS`
     experts: int = 0  # E; 0: one weight
 
+    stacked = ("codes", "scale")  # the fields with E in front
+    in_cpp = False  # whether the C++ operators of a CPU multiply by it
+
     @property
-    def layout(self) -> Layout:
-        """The layout of the first part."""
-        return LAYOUTS[self.parts[0].layout]
+    def inputs(self) -> int:
+        """K."""
+        return self.codes.shape[-1]
 
     @property
     def outputs(self) -> int:
         """N."""
-        return sum(part.outputs for part in self.parts)
-
-    @property
-    def format(self) -> str:
-        """The format of its codes: a key of `FORMATS`, or "blocks" of a GGUF file."""
-        formats = {LAYOUTS[part.layout].format for part in self.parts}
-        return max(formats - {"none"}, default="none")
+        return self.codes.shape[-2]
 
     @property
     def group_size(self) -> int:
-        """The inputs that share a scale; 0: one scale per output, or a GGUF file's own."""
-        return self.parts[0].group
+        """The inputs that share a scale; 0: one scale per output."""
+        one = self.expert(0) if self.experts else self
+        return one.inputs // one.scale.shape[1] if one.scale.dim() > 1 else 0
 
-    def expert(self, number: int) -> Weight:
+    def expert(self, number: int) -> Codes:
         """Return the weight of one expert of a stack."""
-        scale = None if self.scale is None else self.scale[number]
-        return Weight(self.data[number], self.parts, self.inputs, self.table, scale)
+        return Codes(self.codes[number], self.scale[number], self.format)
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the numbers of the weight, [N, K] or [E, N, K]."""
         if self.experts:
             return torch.stack([self.expert(e).numbers(dtype) for e in range(self.experts)])
-        return self.layout.numbers(self, dtype)
+        return decode(self.codes, self.scale).to(dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Multiply rows plainly, [M, K] -> [M, N] fp32."""
-        return self.layout.multiply(rows, self)
+        """Multiply rows, [M, K] -> [M, N] fp32."""
+        steps = self.scale.view(len(self.scale), -1)  # [N, K/G], or [N, 1]
+        return multiply_groups(rows, self.codes.unflatten(1, (steps.shape[1], -1)), steps)
+
+    def take(self, ids: Tensor) -> Codes:
+        """Return some of the outputs. ids: [R] int64"""
+        return Codes(self.codes[ids], self.scale[ids], self.format)
+
+    def for_decoding(self) -> Codes:
+        """Return the weight as a layer multiplies by it."""
+        return self
 
 
-def layout_of(format: str, device: str, scale: torch.dtype) -> str:
-    """Return the name of the layout of a format's codes on a device, by the type of their scales.
-
-    That is the choice of the device's backend, if it has one.
-    """
-    if has_part("layouts", device):
-        return load_part("layouts", device)(format, scale)
-    return f"{format.upper()}_CODES"
-
-
-def pack(format: str, codes: Tensor, scale: Tensor) -> Weight:
+def pack(format: str, codes: Tensor, scale: Tensor) -> Any:
     """Lay out codes and scales for their device: nothing is rounded.
 
     codes: [N, K] int8; scale: [N] float32, or in groups of `GROUPS` [N, K/G] bfloat16
+    Returns: `Codes`, or the record of the device's backend.
     """
-    return LAYOUTS[layout_of(format, codes.device.type, scale.dtype)].pack(codes, scale)
+    device = codes.device.type
+    record = load_part("layouts", device) if has_part("layouts", device) else Codes
+    return record(codes, scale, format)
 
 
-def stack(weights: Iterable[Weight], experts: int) -> Weight:
+def stack(weights: Iterable[Any], experts: int) -> Any:
     """Stack the experts' weights, each computed in its turn, so that only one exists twice."""
-    data = scale = first = None
+    whole = None
     for number, weight in enumerate(weights):
-        if first is None:
-            first = weight
-            data = weight.data.new_empty(experts, *weight.data.shape)
-            if weight.scale is not None:
-                scale = weight.scale.new_empty(experts, *weight.scale.shape)
-        assert weight.parts == first.parts, (weight.parts, first.parts)
-        data[number] = weight.data
-        if scale is not None:
-            scale[number] = weight.scale
-    return Weight(data, first.parts, first.inputs, first.table, scale, experts)
+        parts = {name: getattr(weight, name) for name in weight.stacked}
+        parts = {name: part for name, part in parts.items() if part is not None}
+        if whole is None:
+            empty = {name: part.new_empty(experts, *part.shape) for name, part in parts.items()}
+            whole = weight._replace(experts=experts, **empty)
+        for name, part in parts.items():
+            getattr(whole, name)[number] = part
+    return whole
 
 
 # ---------------------------------------------------------------------- the formats
@@ -258,7 +206,7 @@ class Encoder:
     encode_groups: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # writes the second, their scales
 
     @classmethod
-    def round(cls, weight: Tensor, group_size: int = 128) -> Weight:
+    def round(cls, weight: Tensor, group_size: int = 128) -> Any:
         """Round a weight, [N, K] float, and lay it out on its device."""
         return pack(cls.format, *cls.encode(weight, group_size))
 
@@ -400,7 +348,7 @@ class Linear(nn.Module):
     """Rows times a weight, x W^T, plus a bias; with experts each row times its own expert's.
 
     It is made with a float weight, so that it can be trained, loaded and split by its name; `pack`
-    puts a `Weight` of any format in its place.
+    puts a packed one of any format in its place.
     """
 
     backend: Backend = TORCH  # as the model's
@@ -426,56 +374,49 @@ class Linear(nn.Module):
         shape = (experts, out_features, in_features) if experts else (out_features, in_features)
         self.weight = nn.Parameter(torch.empty(*shape, device=device))
         self.bias = nn.Parameter(torch.empty(shape[:-1], device=device)) if bias else None
-        self.packed: tuple[Part, ...] = ()  # the parts of the weight in place of `weight`
-        for name in ("data", "table", "scale"):  # of `Weight`
-            self.register_buffer(name, None)
+        self.packed: Any = None  # the record in place of `weight`, without its tensors
         if not experts:  # which are loaded, or set
             nn.Linear.reset_parameters(self)
 
     @classmethod
     def of(
         cls,
-        weight: Weight | Tensor,
+        weight: Any,
         bias: Tensor | None = None,
         fp32_out: bool = False,
         backend: Backend = TORCH,
     ) -> Linear:
         """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
-        if isinstance(weight, Weight):
-            layer = cls(weight.inputs, weight.outputs, False, weight.experts, fp32_out, "meta")
-            layer.pack(weight)
-        else:
+        if isinstance(weight, Tensor):
             *experts, N, K = weight.shape
             layer = cls(K, N, False, *experts or [0], fp32_out, "meta")
             layer.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            layer = cls(weight.inputs, weight.outputs, False, weight.experts, fp32_out, "meta")
+            layer.pack(weight)
         layer.backend = backend
         if bias is not None:
             layer.bias = nn.Parameter(bias, requires_grad=False)
         return layer
 
-    def pack(self, weight: Weight) -> Linear:
+    def pack(self, weight: Any) -> Linear:
         """Put a packed weight in the place of the float one. Writes: the layer. Returns: it."""
         assert (weight.inputs, weight.outputs) == (self.in_features, self.out_features), weight
         assert weight.experts == self.experts, (weight.experts, self.experts)
-        weight = weight.layout.for_decoding(weight)
         self.weight = None
-        self.packed = weight.parts
-        self.data = weight.data
-        self.table = weight.table
-        self.scale = weight.scale
+        self.packed = hold(self, weight.for_decoding())
         return self
 
     @property
-    def record(self) -> Weight:
+    def record(self) -> Any:
         """The packed weight."""
-        assert self.packed, "the weight is float"
-        operands = (self.data, self.packed, self.in_features, self.table, self.scale)
-        return Weight(*operands, self.experts)
+        assert self.packed is not None, "the weight is float"
+        return held(self, self.packed)
 
     @property
     def format(self) -> str:
         """The format of the weight: "none", a key of `FORMATS`, or "blocks"."""
-        return self.record.format if self.packed else "none"
+        return self.packed.format if self.packed else "none"
 
     @property
     def group_size(self) -> int:
@@ -496,14 +437,13 @@ class Linear(nn.Module):
 
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the weight, its table on a CPU or its scales, and the bias, for fused passes."""
-        if not self.packed:
-            return self.weight, None, self.bias
-        return self.data, self.scale if self.table is None else self.table, self.bias
+        weight = self.record.operands() if self.packed else (self.weight, None)
+        return *weight, self.bias
 
     @property
     def in_cpp(self) -> bool:
         """Return whether the C++ operators of a CPU multiply by the weight."""
-        return not self.packed or self.table is not None
+        return not self.packed or self.record.in_cpp
 
     def dequantize(self) -> Tensor:
         """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""
@@ -512,9 +452,22 @@ class Linear(nn.Module):
     def rows(self, ids: Tensor) -> Linear:
         """Return a layer with some of the outputs, in their codes where they can be. ids: [R]"""
         bias = None if self.bias is None else self.bias.detach()[ids]
-        weight = self.record.layout.take(self.record, ids) if self.packed else self.weight[ids]
-        weight = weight.detach() if isinstance(weight, Tensor) else weight
+        weight = self.record.take(ids) if self.packed else self.weight.detach()[ids]
         return type(self).of(weight, bias, self.fp32_out, self.backend)
+
+
+def hold(module: nn.Module, weight: Any) -> Any:
+    """Make the tensors of a packed weight buffers of a module. Returns: the weight without them."""
+    tensors = [name for name in weight._fields if isinstance(getattr(weight, name), Tensor)]
+    for name in tensors:
+        module.register_buffer(name, getattr(weight, name))
+    return weight._replace(**dict.fromkeys(tensors))
+
+
+def held(module: nn.Module, weight: Any) -> Any:
+    """Return a packed weight with the tensors that `hold` took from it."""
+    fields = zip(weight._fields, weight)
+    return type(weight)(*[module._buffers.get(name, value) for name, value in fields])
 
 
 # ---------------------------------------------------------------------- open
@@ -709,14 +662,14 @@ class Loader:
         parts = [self.join(part, shape[1:], dtype) for part in by_expert(names, shape[0])]
         return torch.stack(parts)
 
-    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         """Return a weight, or a stack of them, in the layout of its format and device."""
         if len(shape) == 2:
             return self.pack(names, shape)
         parts = by_expert(names, shape[0])
         return stack((self.pack(part, shape[1:]) for part in parts), shape[0])
 
-    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         """Return one weight, packed."""
         return pack(self.storage.quant.format, *self.codes(names, shape))
 

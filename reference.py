@@ -59,12 +59,10 @@ def philox4x32(
 def uniforms(
     seed: Tensor, prompt: Tensor, sample: Tensor, draws: Tensor, count: int, domain: int
 ) -> Tensor:
-    """Return uniform numbers in (0, 1).
+    """Return uniform numbers in (0, 1), [B, R, count] fp32.
 
     seed, prompt, sample: as in `sampling.SamplingTensors`
     draws: [B, R] int64, the draw that each row of noise belongs to
-    count: numbers per draw
-    Returns: [B, R, count] fp32.
     """
     # masked, though it is small: the compiler takes an index, times a constant, for 32 bits wide
     blocks = torch.arange((count + 3) // 4, device=draws.device) & MASK32  # [C]
@@ -178,27 +176,24 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expand_frontier(
-    scores: Scores | Children, front: Frontier | None, level: Level
+    scores: Scores | Children,
+    front: Frontier | None,
+    level: Level,
+    grow: Callable | None = None,
 ) -> tuple[Candidates, Frontier | None]:
     """Value the children of a frontier and choose the next one; of equal candidates, the first.
 
-    front: the frontier; None: the root
+    front: the frontier; None: the root; grow: of a backend, in place of `grow_level`
     Returns: the level's R k candidates; the next frontier, empty or None after the last level.
     """
-    return expanded(scores, front, level, grow)
-
-
-def expanded(
-    scores: Scores | Children, front: Frontier | None, level: Level, grow: Callable
-) -> tuple[Candidates, Frontier | None]:
-    """Compute `expand_frontier` around `grow`."""
     if front is None:
         of_root = scores.tokens if isinstance(scores, Children) else scores.logits
         values = torch.zeros(of_root.shape[:2], device=of_root.device)  # [B, 1]
         seen = torch.zeros(*of_root.shape[:2], level.slots, dtype=torch.bool, device=values.device)
         index = torch.full_like(values, -1, dtype=torch.long)
         front = Frontier(index, index, index, values, seen)  # its tokens and parents are unread
-    tokens, values, order, chosen_values, seen = grow(scores, front.values, front.seen, level)
+    grown = (grow or grow_level)(scores, front.values, front.seen, level)
+    tokens, values, order, chosen_values, seen = grown
     candidates = Candidates(tokens, values, front.index.repeat_interleave(level.k, dim=1))
     if not level.count:
         return candidates, None
@@ -207,25 +202,19 @@ def expanded(
     return candidates, Frontier(index, chosen, order // level.k, chosen_values, seen)
 
 
-def grow(
+def grow_level(
     scores: Scores | Children, values: Tensor, seen: Tensor, level: Level
 ) -> tuple[Tensor, ...]:
-    """Score the children of R nodes, and `expand`."""
-    children = scores if isinstance(scores, Children) else scores.best(level.k, topk)
-    return expand(children, values, seen, level)
-
-
-def expand(children: Children, values: Tensor, seen: Tensor, level: Level) -> tuple[Tensor, ...]:
     """Value the children of R nodes and choose those that have children themselves.
 
     values: [B, R] fp32, of the nodes; seen: [B, R, W] bool, their visible scratch slots
     Returns: tokens and values of the candidates, [B, X = R k]; places among them, values and
         visible slots of the chosen ones, [B, R'], [B, R'], [B, R', W].
     """
+    children = scores if isinstance(scores, Children) else scores.best(level.k, topk)
     every = (-1, values.shape[1], -1)  # [B, R, k]
     tokens = children.tokens.expand(every).flatten(1)  # [B, X]
-    scores = children.scores.expand(every)
-    total = (values[:, :, None] + scores).flatten(1)  # [B, X]
+    total = (values[:, :, None] + children.scores.expand(every)).flatten(1)  # [B, X]
     if level.fixed_children is not None:
         order = level.fixed_children[:, : level.count].repeat(len(total), 1)  # [B, R']
     else:
@@ -310,6 +299,8 @@ def select_nodes(
     nodes: Tensor | int,
     depth: int,
     text: tuple[Tensor, Tensor],
+    best: Callable = best_nodes,
+    link: Callable = link_nodes,
 ) -> DraftTree:
     """Choose the nodes of a tree among the candidates of all levels.
 
@@ -317,25 +308,15 @@ def select_nodes(
     nodes: [1 or B, N-1] flat indices, ascending; a number: so many best, of equals the first
     depth: a bound on the depth of any node
     text: tokens [B, S+1], and the index of the root in them, [B]
+    best, link: of a backend, in place of `best_nodes` and `link_nodes`
     Source: EAGLE-2 (arXiv 2406.16858) 4.2.
     """
     every = joined(levels)
     if isinstance(nodes, int):
-        chosen = best_nodes(every.values, nodes)
+        chosen = best(every.values, nodes)
     else:
         chosen = nodes.expand(len(every.values), -1)
-    return tree_of(every, chosen, link_nodes(chosen, every.parents, depth), expanded, text)
-
-
-def tree_of(
-    every: Candidates,
-    chosen: Tensor,
-    related: tuple[Tensor, ...],
-    expanded: Sequence[Tensor],
-    text: tuple[Tensor, Tensor],
-) -> DraftTree:
-    """Make the tree of the chosen candidates. related: the result of `link_nodes`"""
-    number, *related = related
+    number, *related = link(chosen, every.parents, depth)
     root = text[0].gather(1, text[1][:, None])  # [B, 1]
     tokens = torch.cat((root, every.tokens.gather(1, chosen)), 1)
     root_value = every.values.new_zeros(len(root), 1)
@@ -756,7 +737,8 @@ def matmul(
     The weight is unpacked in every call; with a routing, every row meets every expert's.
 
     x: [..., K] bfloat16, float16 or float32; with a routing [P, K]
-    weight: a `quantize.Weight`; bias: [N]; fp32_out: the result in fp32, never rounded
+    weight: `quantize.Codes`, or a backend's record; bias: [N]
+    fp32_out: the result in fp32, never rounded
     routing: from `route`, of a stack
     Returns: [..., N] in x's dtype, or fp32.
     """
@@ -826,6 +808,11 @@ class Backend:
         setattr(self, name, found[name])
         return found[name]
 
+    def complete(self) -> None:
+        """Find the definitions of all folders now, since a step that is traced cannot import."""
+        for name in _definitions_of_folders():
+            getattr(self, name)
+
 
 @cache
 def _definitions_of_folders() -> dict[str, Callable | None]:
@@ -847,7 +834,10 @@ def choose(
     functions = {name: globals()[name] for names in DEFINED for name in names}
     if not plain and has_part("backend", device.type):
         functions |= load_part("backend", device.type)(dtype)
-    return Backend(functions)
+    backend = Backend(functions)
+    if device.type == "cuda":
+        backend.complete()
+    return backend
 
 
 def use_backend(module: nn.Module, backend: Backend) -> None:

@@ -26,15 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import reference
 from options import Sampling
 from reference import MASK32, TORCH, Backend
 
-# Separate noise for separate uses; the number sits in the top bits of the draw word.
+# Separate noise for separate uses; the number sits in the top bits of the draw word. The others are
+# in drafts/noise.py.
 CHOICE = 0
-DRAFT = 1
-ACCEPT = 2
-XTC = 3  # of drafts/shaping.py
 
 # scores over a lower one may be infinite in fp32; noise decides between equal scores only at both
 LEAST_TEMPERATURE = 1e-30
@@ -134,15 +131,6 @@ class SamplingTensors(NamedTuple):
         if mode == SamplingMode.TRUNCATED or shaping is None:
             return SamplingTensors(*self[:8])
         return SamplingTensors(*self[:-1], shaping.at_nodes(self, *nodes) if nodes else shaping)
-
-
-def uniforms(key: SamplingTensors, draws: Tensor, count: int, domain: int = CHOICE) -> Tensor:
-    """Return uniform numbers in (0, 1), [B, R, count] fp32.
-
-    draws: [B, R] int64, the draw that each row of noise belongs to
-    count: numbers per draw
-    """
-    return reference.uniforms(key.seed, key.prompt, key.sample, draws, count, domain)
 
 
 def gumbel(

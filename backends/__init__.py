@@ -2,7 +2,7 @@
 
 NEEDS = ()
 ADDS = {
-    "layouts": {"cpu": "backends.strips:layout_on_cpu", "cuda": "backends.planes:layout_on_cuda"},
+    "layouts": {"cpu": "backends.strips:pack_on_cpu", "cuda": "backends.planes:pack_on_cuda"},
     "machine": {
         "blocks": "backends.blocks",
         "captures": "backends.switches:captures",

@@ -37,7 +37,8 @@ from backends.triton.layout import (
     pack_block_scales,
 )
 from backends.weight import Embedding as Embedding
-from quantize import Part, Weight, stack
+from backends.weight import Part, Weight
+from quantize import stack
 
 NAMES = GGUF_TYPES
 # Types that keep their bits on CUDA by default: one that did so before. The others wait for a

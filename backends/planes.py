@@ -35,8 +35,7 @@ from backends.triton.layout import (
     unpack_int8_planes,
     unpack_scales,
 )
-from backends.weight import CodesLayout, NumbersLayout, split_zeros
-from quantize import LAYOUTS, Part, Weight
+from backends.weight import LAYOUTS, CodesLayout, Layout, Part, Weight, split_zeros
 
 ROWS_AT_ONCE = 2**11  # whose numbers are decoded together
 
@@ -308,7 +307,7 @@ class Int8Planes(CodesLayout):
         return codes, weight.scale
 
 
-class BlockPlanes(NumbersLayout):
+class BlockPlanes(Layout):
     """Codes of a type of GGUF in planes, with the file's scales and minima."""
 
     kernel = staticmethod(blocks_a16)
@@ -350,14 +349,14 @@ OF_BLOCKS = [BlockPlanes(type, form) for type, form in BLOCK_FORMS.items()]
 LAYOUTS.update({x.name: x for x in (*PLANES.values(), Int4Fragments(), *OF_BLOCKS)})
 
 
-def layout_on_cuda(format: str, scale: torch.dtype) -> str:
-    """Return the name of the layout of a format's codes, by the type of their scales."""
-    if scale not in SCALES.get(format, ()):
+def pack_on_cuda(codes: Tensor, scale: Tensor, format: str) -> Weight:
+    """Lay out codes of a format. Raises: ValueError for scales of another type."""
+    if scale.dtype not in SCALES.get(format, ()):
         raise ValueError(
-            f"the format {format} has no layout for scales in {scale} on cuda; add one to "
+            f"the format {format} has no layout for scales in {scale.dtype} on cuda; add one to "
             "PLANES (backends/planes.py), or use another --device"
         )
-    return PLANES[format].name
+    return PLANES[format].pack(codes, scale)
 
 
 # -------------------------------------------------------------------------------- parts of a layer

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from backends.cpp.layout import pack_strips, unpack_strips
-from backends.weight import CodesLayout, NumbersLayout, grouped_reference, w8a8_reference
-from quantize import LAYOUTS, Part, Weight
+from backends.weight import (
+    LAYOUTS,
+    CodesLayout,
+    Layout,
+    Part,
+    Weight,
+    grouped_reference,
+    w8a8_reference,
+)
 
 
 class Strips(CodesLayout):
@@ -44,7 +51,7 @@ class Strips(CodesLayout):
         return grouped_reference(rows, codes, scale, self.half)
 
 
-class FileBlocks(NumbersLayout):
+class FileBlocks(Layout):
     """Blocks of a type of GGUF, or rows of bfloat16 beside such. Files alone make them."""
 
     def __init__(self, name: str, format: str, id: int):
@@ -81,15 +88,15 @@ NUMBERS = FileBlocks("BF16", "none", 30)  # rows beside other parts
 LAYOUTS.update({layout.name: layout for layout in (*STRIPS, *BLOCKS, NUMBERS)})
 
 
-def layout_on_cpu(format: str, scale: torch.dtype) -> str:
-    """Return the name of the layout of a format's codes, by the type of their scales."""
-    found = [layout.name for layout in STRIPS if (layout.format, layout.scale) == (format, scale)]
+def pack_on_cpu(codes: Tensor, scale: Tensor, format: str) -> Weight:
+    """Lay out codes of a format as their layout by the type of their scales has them."""
+    found = [each for each in STRIPS if (each.format, each.scale) == (format, scale.dtype)]
     if not found:
         raise ValueError(
-            f"the format {format} has no layout for scales in {scale} on a CPU; add a row to "
+            f"the format {format} has no layout for scales in {scale.dtype} on a CPU; add a row to "
             "STRIPS (backends/strips.py), or use another --device"
         )
-    return found[0]
+    return found[0].pack(codes, scale)
 
 
 def part_bytes(part: Part, inputs: int) -> int:

@@ -1,12 +1,15 @@
 """What the layouts of all devices share: zero points, files' groups, plain matmuls, embeddings.
 
-strips.py has the layouts of a CPU, planes.py those of CUDA; quantize.py says what a layout is. On a
+strips.py has the layouts of a CPU, planes.py those of CUDA; `Weight` stands in the
+place of `quantize.Codes`. On a
 CPU rows beside codes are rounded to 8 bits, outliers to 15 (with K types 13), with a scale per row
 and block of K, and all dot products are in integers. On CUDA a row keeps 16 bits. A row's result
 does not depend on the other rows, bit for bit. The references here are plain.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +18,8 @@ from torch import Tensor, nn
 from quantize import (
     FARTHEST,
     GROUPS,
-    Layout,
-    Part,
-    Weight,
+    held,
+    hold,
     multiply_groups,
     pack,
     round_activations,
@@ -28,6 +30,122 @@ FARTHEST_OF_SUPER = 32  # beside K types, so that integer sums of a block fit 32
 BLOCK8 = 128
 ZERO_BITS = 511  # of a word of `join_zeros`
 HALF = {"int4": 8, "int8": 128}  # of the number of codes
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+class Layout:
+    """How codes and scales lie in memory; here, as they are. Subclasses are the layouts."""
+
+    def __init__(self, name: str, format: str):
+        """format: of `FORMATS`"""
+        self.name = name
+        self.format = format
+
+    def pack(self, codes: Tensor, scale: Tensor) -> Weight:
+        """Lay out codes and scales: nothing is rounded. Arguments: as for `quantize.pack`."""
+        group = codes.shape[1] // scale.shape[1] if scale.dim() > 1 else 0
+        part = Part(self.name, len(codes), group)
+        return Weight(codes, (part,), codes.shape[1], scale=scale)
+
+    def unpack(self, weight: Weight) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales that `pack` laid out."""
+        return weight.data, weight.scale
+
+    def numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of a weight, [N, K]."""
+        raise NotImplementedError
+
+    def multiply(self, rows: Tensor, weight: Weight) -> Tensor:
+        """Multiply rows by a weight plainly, [M, K] -> [M, N] fp32: by its numbers."""
+        return F.linear(rows.float(), weight.numbers())
+
+    def take(self, weight: Weight, ids: Tensor) -> Weight | Tensor:
+        """Return some outputs, in codes and scales, or where they cannot be, as bfloat16."""
+        codes, scale = self.unpack(weight)
+        return pack(self.format, codes[ids], scale[ids])
+
+    def for_decoding(self, weight: Weight) -> Weight:
+        """Return the weight of a layer as the kernel of its device reads it."""
+        return weight
+
+
+LAYOUTS: dict[str, Layout] = {}  # by their names; the modules of the devices fill it
+
+
+class Part(NamedTuple):
+    """Some outputs of a layer, of one layout."""
+
+    layout: str  # a name in `LAYOUTS`
+    outputs: int
+    group: int = 0  # inputs that share a scale, where the layout leaves it open
+
+
+class Weight(NamedTuple):
+    """The packed weight of a linear layer, [N, K], or of a stack of experts, [E, N, K]."""
+
+    data: Tensor  # as the layout has it, E in front
+    parts: tuple[Part, ...]  # one below the other, the same for every expert
+    inputs: int  # K
+    table: Tensor | None = None  # of a CPU's strips: the parts, as C++ reads them
+    scale: Tensor | None = None  # of data without scales, E in front
+    experts: int = 0  # E; 0: one weight
+
+    stacked = ("data", "scale")  # the fields with E in front, as in `quantize.Codes`
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the first part."""
+        return LAYOUTS[self.parts[0].layout]
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def format(self) -> str:
+        """The format of its codes: a key of `FORMATS`, or "blocks" of a GGUF file."""
+        formats = {LAYOUTS[part.layout].format for part in self.parts}
+        return max(formats - {"none"}, default="none")
+
+    @property
+    def group_size(self) -> int:
+        """The inputs that share a scale; 0: one scale per output, or a GGUF file's own."""
+        return self.parts[0].group
+
+    def expert(self, number: int) -> Weight:
+        """Return the weight of one expert of a stack."""
+        scale = None if self.scale is None else self.scale[number]
+        return Weight(self.data[number], self.parts, self.inputs, self.table, scale)
+
+    def numbers(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers of the weight, [N, K] or [E, N, K]."""
+        if self.experts:
+            return torch.stack([self.expert(e).numbers(dtype) for e in range(self.experts)])
+        return self.layout.numbers(self, dtype)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Multiply rows plainly, [M, K] -> [M, N] fp32."""
+        return self.layout.multiply(rows, self)
+
+    def take(self, ids: Tensor) -> Weight | Tensor:
+        """Return some of the outputs, [R] int64; where their codes cannot be, as bfloat16."""
+        return self.layout.take(self, ids)
+
+    def for_decoding(self) -> Weight:
+        """Return the weight of a layer as the kernel of its device reads it."""
+        return self.layout.for_decoding(self)
+
+    @property
+    def in_cpp(self) -> bool:
+        """Return whether the C++ operators of a CPU multiply by it."""
+        return self.table is not None
+
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """Return the data, and its table on a CPU or its scales, for fused passes."""
+        return self.data, self.scale if self.table is None else self.table
 
 
 # ------------------------------------------------------------------------------------- zero points
@@ -107,14 +225,7 @@ def unpack(weight: Weight) -> tuple[Tensor, Tensor]:
     return weight.layout.unpack(weight)
 
 
-class NumbersLayout(Layout):
-    """A layout whose plain matmul is that of its numbers in fp32."""
-
-    def multiply(self, rows: Tensor, weight: Weight) -> Tensor:
-        return F.linear(rows.float(), weight.numbers())
-
-
-class CodesLayout(NumbersLayout):
+class CodesLayout(Layout):
     """A layout of codes that a backend has, whose scales may be words with zero points."""
 
     def __init__(self, name: str, format: str):
@@ -131,16 +242,13 @@ class Embedding(nn.Module):
     def __init__(self, weight: Weight, dtype: torch.dtype = torch.float32):
         """Make an embedding whose rows are of `dtype`."""
         super().__init__()
-        self.packed: tuple[Part, ...] = weight.parts
-        self.inputs = weight.inputs
         self.dtype = dtype
-        for name in ("data", "table", "scale"):  # of `Weight`
-            self.register_buffer(name, getattr(weight, name))
+        self.packed = hold(self, weight)
 
     @property
     def record(self) -> Weight:
         """The packed weight."""
-        return Weight(self.data, self.packed, self.inputs, self.table, self.scale)
+        return held(self, self.packed)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [...] int64 -> [..., F]
         rows = self.record.layout.rows(self.record, tokens.flatten(), self.dtype)

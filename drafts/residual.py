@@ -20,6 +20,7 @@ import sampling
 from decode import Cycle, DecodeState
 from draft_tree import MAX_NODES, Accepted, Children, DraftTree, DynamicTree
 from drafters import DraftInputs, DraftVocab, TreeDrafter
+from drafts.noise import ACCEPT, DRAFT, uniforms
 from reference import compaction, path_to
 from runtime import replace_fields
 
@@ -37,7 +38,7 @@ def accept_residual(
     rule = state.sampling.needed(cycle.mode)
     p = sampling.process(logits, rule, cycle.backend).softmax(-1)  # [B, N, V]
     draws = state.draws[:, None]  # [B, 1]
-    uniform = sampling.uniforms(state.sampling, draws, tree.tokens.shape[1], sampling.ACCEPT)[:, 0]
+    uniform = uniforms(state.sampling, draws, tree.tokens.shape[1], ACCEPT)[:, 0]
     node, rest = residual_accept(tree, p, uniform, depth, width)
     path, length = path_to(tree, node, depth)
     last = length[:, None]  # [B, 1]
@@ -80,7 +81,7 @@ class SampledChildren:
         log_q = sampling.process(z, inputs.sampling, drafter.backend).log_softmax(-1)
         own = inputs.draws * MAX_NODES + first  # rows of noise that nothing else reads
         size = drafter.vocab.size
-        noise = (inputs.sampling, own, rows, size, sampling.DRAFT, drafter.backend)
+        noise = (inputs.sampling, own, rows, size, DRAFT, drafter.backend)
         fresh = sampling.gumbel(*noise)
         fresh = drafter.vocab.columns(fresh)  # [B, R, Vd]
         columns = (log_q + fresh).topk(drafter.tree.plan[level].k, dim=-1).indices

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import sampling
 from draft_tree import DecodedTokens, DraftTree
+from drafts.noise import XTC, uniforms
 from drafts.penalties import Penalties
 from reference import Backend
 from run.options import Sampling
@@ -134,7 +134,7 @@ def xtc_at(rule: SamplingTensors, draws: Tensor) -> Tensor:
     rows: ShapedRows = rule.shaped
     threshold = torch.full(draws.shape, float("inf"), device=draws.device)  # [B, N]
     if may_be(rows.xtc_probability > 0):
-        acts = sampling.uniforms(rule, draws, 1, sampling.XTC)[:, :, 0]
+        acts = uniforms(rule, draws, 1, XTC)[:, :, 0]
         acts = acts < rows.xtc_probability[:, None]
         threshold = torch.where(acts, rows.xtc_threshold[:, None], threshold)
     return threshold

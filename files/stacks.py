@@ -22,7 +22,6 @@ from torch import Tensor
 
 from files.checkpoint import TensorSource, is_mxfp4
 from files.machine import blocks, cpu_operators_are_loaded
-from quantize import Part
 
 MXFP4 = 39  # of GGUF's types
 STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
@@ -62,9 +61,9 @@ class Mxfp4(NamedTuple):
         return len(self.codes), self.inputs
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Any:
         """The outputs and the layout of the packed weight."""
-        return Part("MXFP4", len(self.codes))
+        return blocks.Part("MXFP4", len(self.codes))
 
     def bytes(self, device: str) -> int:
         """Return the size of the packed weight. device: a CPU, as CUDA has no matmul for it"""

@@ -54,7 +54,6 @@ from quantize import (
     Loader,
     Quantization,
     Storage,
-    Weight,
     by_expert,
     decode,
     linear_weights,
@@ -229,18 +228,18 @@ class CheckpointLoader(Loader):
         self.wide.append(names[0])
         return self.below(parts, names, flat, self.storage.dtype).view(shape)
 
-    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def packed(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         if self.storage.quant.is_blocks:
             return self._blocks(names, shape)
         return super().packed(names, shape)
 
-    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def pack(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         format = self.storage.quant.format
         if self.files.quantized:
             return pack_codes(format, *self._codes_of_others(names, shape))
         return super().pack(names, shape)
 
-    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Weight:
+    def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         """Pack a weight, or a stack of them, that stays in the file's blocks.
 
         Numbers that the file has beside blocks of the same layer become bfloat16.

@@ -367,7 +367,8 @@ class Session(Loop):
         self.release(seq)
         self.history[seq] = []
         # a mask does not hide NaN
-        self.buffers.cache.clear(seq, len(tokens) + PREFILL_CHUNK)
+        for view in prefix_of(self.buffers.cache, seq, len(tokens) + PREFILL_CHUNK):
+            view.zero_()
         self.nan_sequences[seq] = reason(self.engine.target, tokens)
 
 
@@ -382,9 +383,15 @@ def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
 
 
 def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
-    """View one sequence of nested tuples of tensors and caches. slots: as for `copy_sequence`"""
-    if hasattr(record, "prefix"):
-        return record.prefix(seq, slots)
+    """View one sequence of nested tuples of tensors and caches, with its states.
+
+    Where they are copied, `KVCache.resume` knows which of the states serve.
+    slots: as for `copy_sequence`
+    """
+    if isinstance(record, KVCache):
+        buffers = record.states.buffers() if record.states else ()
+        slots_of = [buffer[seq, :, :slots] for buffer in (*record.k, *record.v)]
+        return slots_of + [buffer[seq] for buffer in buffers]
     if isinstance(record, Tensor):
         return [record[seq]]
     return [view for part in record or () for view in prefix_of(part, seq, slots)]

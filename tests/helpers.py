@@ -36,6 +36,7 @@ from backends.blocks import Blocks, Numbers, planes_of_blocks
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of
+from backends.weight import Weight
 from decode import build_cycles
 from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, TreeDrafter
@@ -45,7 +46,7 @@ from drafts.shaping import Shaping
 from eagle_draft import EagleHead, load_head
 from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
-from quantize import FORMATS, Linear, Weight, stack
+from quantize import FORMATS, Linear, stack
 from reference import TORCH, Backend, choose, rms_norm
 from run.draft_method import DraftMethod, method_of
 from run.engine import Engine
@@ -173,6 +174,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     """
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
+    engine.target.backend.complete()
     cycles = tuple(
         tuple(compiled_by_layer(engine.cycle(preset, mode)) for preset in engine.presets)
         for mode in SamplingMode
@@ -510,7 +512,7 @@ def packed_blocks(*parts: Blocks | Numbers) -> tuple[Tensor, Tensor]:
 
 def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lay out codes for CUDA on every device, so that layers multiply as there."""
-    monkeypatch.setattr("backends.strips.layout_on_cpu", backends.planes.layout_on_cuda)
+    monkeypatch.setattr("backends.strips.pack_on_cpu", backends.planes.pack_on_cuda)
 
 
 def layer_of(weight: Weight | Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Linear:

@@ -16,8 +16,8 @@ import backends.attention
 import reference
 from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of, steps_of_head
 from backends.library import single_torch_thread
+from backends.weight import Weight
 from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
-from quantize import Weight
 
 _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call

@@ -31,8 +31,8 @@ from backends.library import lib
 from backends.linear import fits_kernel, halves_product
 from backends.planes import split_planes
 from backends.triton.launch import SPLIT_TOKENS
+from backends.weight import LAYOUTS, Weight
 from draft_tree import Candidates, Children, DraftTree, Frontier, Level, Scores
-from quantize import LAYOUTS, Weight
 
 lib.define(
     "gumbel_noise(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, "
@@ -85,16 +85,16 @@ def best(scores: Tensor, noise: Tensor | None, row: Tensor | None) -> Tensor:
 def expand_frontier(
     scores: Scores | Children, front: Frontier | None, level: Level
 ) -> tuple[Candidates, Frontier | None]:
-    return reference.expanded(scores, front, level, grow)
+    return reference.expand_frontier(scores, front, level, grow)
 
 
 def grow(
     scores: Scores | Children, values: Tensor, seen: Tensor, level: Level
 ) -> tuple[Tensor, ...]:
     if isinstance(scores, Children):
-        return reference.expand(scores, values, seen, level)
+        return reference.grow_level(scores, values, seen, level)
     if scores.logits.shape[1] != values.shape[1]:  # all nodes share them
-        return reference.expand(scores.best(level.k, topk), values, seen, level)
+        return reference.grow_level(scores.best(level.k, topk), values, seen, level)
     of_scores = (scores.with_noise(), scores.sharpness, scores.ids)
     of_level = (level.fixed_children, level.k, level.count, level.first_slot)
     return _ops.grow_level(*of_scores, values, seen, *of_level)
@@ -107,13 +107,8 @@ def select_nodes(
     depth: int,
     text: tuple[Tensor, Tensor],
 ) -> DraftTree:
-    every = reference.joined(levels)
-    if isinstance(nodes, int):
-        chosen = _ops.best_nodes(every.values, nodes)
-    else:
-        chosen = nodes.expand(len(every.values), -1)
-    related = _ops.link_nodes(chosen, every.parents, depth)
-    return reference.tree_of(every, chosen, related, expanded, text)
+    own = (_ops.best_nodes, _ops.link_nodes)
+    return reference.select_nodes(levels, expanded, nodes, depth, text, *own)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -248,7 +243,7 @@ def _topk_cuda(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _grow_plain(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
     level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
-    return reference.grow(Scores(logits, sharpness, ids), values, seen, level)
+    return reference.grow_level(Scores(logits, sharpness, ids), values, seen, level)
 
 
 def _grow_cuda(logits, sharpness, ids, values, seen, fixed_children, k, count, first_slot):
@@ -257,7 +252,7 @@ def _grow_cuda(logits, sharpness, ids, values, seen, fixed_children, k, count, f
     scores = Scores(logits, sharpness, ids)
     level = Level(k, count, first_slot=first_slot, fixed_children=fixed_children)
     if k > backends.triton.topk.MOST:
-        return reference.grow(scores, values, seen, level)
+        return reference.grow_level(scores, values, seen, level)
     with torch.cuda.device(logits.device):
         return backends.triton.topk.grow_level(scores, values, seen, level)
 

@@ -107,8 +107,9 @@ from backends.blocks import Blocks
 from backends.cpp import build
 from backends.cpp.pages import HugePages
 from backends.strips import part_bytes, table_of
+from backends.weight import Weight
 from files.gguf import TYPES
-from quantize import FORMATS, Weight
+from quantize import FORMATS
 from reference import choose
 from scripts.bench.measure import Series, environment, read_bandwidth
 

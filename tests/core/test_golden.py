@@ -18,6 +18,7 @@ import sampling
 from draft_tree import EAGLE1_PATHS, MAX_NODES, DynamicTree, StaticTree
 from drafters import RootOnly
 from drafts import residual
+from drafts.noise import ACCEPT, DRAFT
 from eagle_draft import EagleDrafter, load_head
 from files.checkpoint import WeightFiles
 from helpers import (
@@ -82,7 +83,7 @@ def force(monkeypatch, run):
 
     def gumbel(key, first, rows, vocab, domain=sampling.CHOICE, backend=None):
         noise, first = torch.zeros(len(first), rows, vocab), int(first[0])
-        if domain == sampling.DRAFT:
+        if domain == DRAFT:
             draw, begin = divmod(first, MAX_NODES)
             sampled = cycles[draw]["sampled_topk_tokens"][begin : begin + rows]
             for row, tokens in enumerate(sampled):
@@ -93,11 +94,11 @@ def force(monkeypatch, run):
         return noise
 
     def uniforms(key, draws, count, domain):
-        assert domain == sampling.ACCEPT
+        assert domain == ACCEPT
         return padded(cycles[int(draws[0, 0])]["uniform_draws"], count)[:, None]
 
     monkeypatch.setattr(sampling, "gumbel", gumbel)
-    monkeypatch.setattr(sampling, "uniforms", uniforms)
+    monkeypatch.setattr("drafts.residual.uniforms", uniforms)
 
 
 def padded(uniforms, count):

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.weight
 import model
-import quantize
 import reference
 from backends import switches
 from backends.cpp.build import HERE
 from backends.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
+from backends.weight import Part, Weight
 from decode import build_cycles
 from drafters import RootOnly
 from helpers import (
@@ -185,14 +185,14 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = quantized(form, 96, 256)
     layout = "INT4_PLANES" if weight.group else "INT8_PLANES"
-    parts = (quantize.Part(layout, 96, weight.group),)
-    record = quantize.Weight(weight.packed, parts, 256, scale=weight.scale)
+    parts = (Part(layout, 96, weight.group),)
+    record = Weight(weight.packed, parts, 256, scale=weight.scale)
     assert torch.equal(TORCH.matmul(x, record), weight.reference(x))
     wide = TORCH.matmul(x, record, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), weight.reference(x))
     expert = torch.tensor([2, 0, 0, 3, 2])
     stack = quantized_experts(form, 4, 96, 256)
-    record = quantize.Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
+    record = Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
     got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
 

@@ -17,6 +17,7 @@ import reference
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from drafts import residual
+from drafts.noise import ACCEPT, DRAFT, uniforms
 from drafts.residual import accept_residual, residual_accept
 from helpers import (
     chi_square,
@@ -32,7 +33,7 @@ from reference import TORCH, accept, best, build_tree, cumsum_in_blocks, root_tr
 from run.options import Sampling
 from run.session import Session
 from runtime import replace_fields
-from sampling import ACCEPT, CHOICE, DRAFT, SamplingMode, SamplingTensors, gumbel, uniforms
+from sampling import CHOICE, SamplingMode, SamplingTensors, gumbel
 
 ALPHA = 1e-4
 CAUGHT = 1e-9

@@ -22,6 +22,7 @@ import sampling
 from draft_tree import EAGLE1_PATHS, DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts import hydra_draft, medusa_draft
+from drafts.noise import DRAFT
 from drafts.residual import sample_children
 from files.head_kinds import head_kind
 from files.rounding import quantize_directory
@@ -390,7 +391,7 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
     )
     rule = SamplingTensors.from_params([Sampling(0.7)], seed=3)
     draws = torch.zeros(1, dtype=torch.long)
-    fresh = sampling.gumbel(rule, draws, 1 + drafter.scratch, 97, sampling.DRAFT)
+    fresh = sampling.gumbel(rule, draws, 1 + drafter.scratch, 97, DRAFT)
     text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
     found = drafter.propose(state, DraftInputs(None, text, rule, draws))
     q = [(head(features[-1]) / 0.7).log_softmax(-1) for head in module]

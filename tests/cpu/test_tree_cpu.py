@@ -39,9 +39,9 @@ def plain_frontier(scores, front, level):
     """`expand_frontier` in PyTorch, but for the best children: equal ones come in the order of their indices."""
 
     def grow(scores, values, seen, level):
-        return reference.expand(scores.best(level.k, OURS.topk), values, seen, level)
+        return reference.grow_level(scores.best(level.k, OURS.topk), values, seen, level)
 
-    return reference.expanded(scores, front, level, grow)
+    return reference.expand_frontier(scores, front, level, grow)
 
 
 def leaves(record) -> list[Tensor]:

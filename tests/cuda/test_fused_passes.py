@@ -10,14 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
+from backends.weight import Part, Weight
 from kv_cache import KVCache, Window  # noqa: E402
 from model import ModelConfig, Transformer  # noqa: E402
 from models.qwen3_5 import Qwen35  # noqa: E402
-from quantize import (  # noqa: E402
-    Linear,  # noqa: E402
-    Part,
-    Weight,
-)
+from quantize import Linear
 from reference import choose, use_backend  # noqa: E402
 
 SIZES = ModelConfig(64, 1, 4, 2, 16, 96, vocab_size=50)

@@ -22,8 +22,9 @@ from backends import planes
 from backends import weight as weights
 from backends.triton import int4, nvrtc
 from backends.triton.launch import PART, TARGETS, Device
+from backends.weight import LAYOUTS
 from helpers import slow
-from quantize import LAYOUTS, Linear, stack
+from quantize import Linear, stack
 
 HERE = Path(__file__).parent
 H100 = TARGETS["90"]
@@ -158,7 +159,7 @@ def test_layers_are_packed_for_the_kernel_that_is_asked_for(monkeypatch):
         assert torch.equal(
             layer.dequantize(), torch.stack([numbers] * experts) if experts else numbers
         )
-        return layer.packed[0].layout
+        return layer.packed.parts[0].layout
 
     monkeypatch.setattr(int4, "runs_on", lambda index: True)
     assert layout_of(64, 256) == "INT4_PLANES"

@@ -466,7 +466,7 @@ def test_older_directories_in_int8_load(tmp_path):
     model = load_model(out)
     layer = model.layers[1].w2
     name = "model.layers.1.mlp.down_proj.weight"
-    assert [part.layout for part in layer.packed] == ["INT8_OUTPUT"]
+    assert [part.layout for part in layer.packed.parts] == ["INT8_OUTPUT"]
     want = quantize.decode(weights[name], weights[scale_name(name)])
     assert torch.equal(layer.dequantize(), want)
 
