@@ -808,6 +808,11 @@ class Backend:
         setattr(self, name, found[name])
         return found[name]
 
+    def complete(self) -> None:
+        """Find the definitions of all folders now, since a step that is traced cannot import."""
+        for name in _definitions_of_folders():
+            getattr(self, name)
+
 
 @cache
 def _definitions_of_folders() -> dict[str, Callable | None]:
@@ -829,7 +834,10 @@ def choose(
     functions = {name: globals()[name] for names in DEFINED for name in names}
     if not plain and has_part("backend", device.type):
         functions |= load_part("backend", device.type)(dtype)
-    return Backend(functions)
+    backend = Backend(functions)
+    if device.type == "cuda":
+        backend.complete()
+    return backend
 
 
 def use_backend(module: nn.Module, backend: Backend) -> None:

@@ -13,7 +13,7 @@ ADDS = {
         "has_cpu_operators": "backends.library:has_cpu_operators",
         "is_plain": "backends.library:is_plain",
         "pack_codes": "backends.weight:pack_codes",
-        "pages_for": "backends.cpp.pages:pages_for",
+        "huge_pages": "backends.cpp.pages:HugePages",
         "set_plain": "backends.library:set_plain",
         "single_torch_thread": "backends.library:single_torch_thread",
         "switches_without_effect": "backends.switches:without_effect",

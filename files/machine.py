@@ -22,7 +22,7 @@ def _unchanged(whether: bool = True) -> Iterator[None]:
     yield
 
 
-def _no_pages(bytes: int) -> None:
+def _no_pages() -> None:
     return None
 
 
@@ -33,8 +33,8 @@ cpu_operators_are_loaded: Callable[[], bool] = part_or("machine", "cpu_operators
 is_plain: Callable[..., bool] = part_or("machine", "is_plain", _no)
 # a context in which PyTorch's own loops run on one thread
 single_torch_thread: Callable[..., Any] = part_or("machine", "single_torch_thread", _unchanged)
-# of so many bytes of weights: huge pages, or None
-pages_for: Callable[[int], Any] = part_or("machine", "pages_for", _no_pages)
+# new huge pages for weights, or None
+huge_pages: Callable[[], Any] = part_or("machine", "huge_pages", _no_pages)
 # the module of weights that stay in a file's blocks, and the layouts of codes with zero points;
 # None: both become numbers
 blocks: Any = part_or("machine", "blocks", None)

@@ -39,8 +39,8 @@ from files.machine import (
     blocks,
     cpu_operators_are_loaded,
     has_cpu_operators,
+    huge_pages,
     pack_codes,
-    pages_for,
     single_torch_thread,
 )
 from files.memory import check_memory
@@ -65,6 +65,7 @@ from reference import choose, use_backend
 # bytes; PyTorch's threads wait for each other behind every loop, 10 ms where a core is busy with
 # another program, and one of them loads this much in less than 1 s
 SMALL = 2**29
+LARGE = 64 << 20  # bytes, from which on weights lie in huge pages (backends/cpp/pages.py)
 # the beginnings of the names of a model's tensors; others are parts that it may have beside
 PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 # biases that some models have in part; a mixture has all of its own, or its file is damaged
@@ -138,7 +139,7 @@ class CheckpointLoader(Loader):
     def fill(self, model: nn.Module, names: dict[str, tuple[str, ...]], packed: set[str]) -> None:
         params = dict(model.named_parameters())
         stored_bytes = _check_memory(self.files, params, names, packed, self.storage)
-        self.pages = pages_for(stored_bytes)
+        self.pages = huge_pages() if stored_bytes >= LARGE else None
         on_one_thread = stored_bytes < SMALL and cpu_operators_are_loaded()
         self.total = len(names)
         with self.status, single_torch_thread(on_one_thread):
@@ -491,7 +492,7 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
         has_groups = quant.format == "int4" or embedding.weight.device.type == "cpu"
         group = quant.group_size if has_groups else 0
         model.lm_head.pack(FORMATS[quant.format].round(embedding.weight, group))
-        pages = pages_for(sum(buffer.nbytes for buffer in model.lm_head.buffers()))
+        pages = huge_pages()
         if pages:
             pages.move(model.lm_head)
 

@@ -174,6 +174,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     """
     assert not engine.config.compile, "on a CPU that is another thing"
     has_cpu_operators()  # is known before a step is traced
+    engine.target.backend.complete()
     cycles = tuple(
         tuple(compiled_by_layer(engine.cycle(preset, mode)) for preset in engine.presets)
         for mode in SamplingMode

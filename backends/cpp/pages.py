@@ -56,11 +56,6 @@ class HugePages:
         return place[:used].view(dtype).view(shape)
 
 
-def pages_for(bytes: int) -> HugePages | None:
-    """Return huge pages for so many bytes of weights; None for few."""
-    return HugePages() if bytes >= REGION else None
-
-
 def _region(size: int) -> Tensor:
     """Return `size` bytes that begin at a huge page. Raises: OSError where there are none."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):

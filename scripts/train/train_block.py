@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from models.mixtures import with_head_norms
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from options import require
@@ -80,6 +78,7 @@ from drafts.block_heads import BlockConfig, block_names, in_files
 from drafts.block_layers import BlockModel
 from files.weights import export_weights
 from model import DTYPES, ModelConfig, Transformer
+from models.mixtures import with_head_norms
 from reference import TORCH, use_backend
 from scripts.train import training
 from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors

@@ -34,8 +34,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files.config import read_raw
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
 from files.head_kinds import head_kind
@@ -116,6 +114,7 @@ from decode import build_cycles
 from drafters import RootOnly
 from eagle_draft import EagleConfig, EagleHead, load_head
 from files.chat import CHAT_TEMPLATES, ChatTemplate, chat_template, template_text
+from files.config import read_raw
 from files.heads import DRAFT_INPUTS, head_files
 from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model

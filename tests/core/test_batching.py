@@ -391,7 +391,7 @@ def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
 
 
 def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
-    monkeypatch.setattr("run.stats.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("files.memory.free_bytes", lambda device: 10**9)
     said = check_memory({"caches": 3 * 10**8}, "cpu", "lower it", 3)
     assert said == "3 sequences take 0.90 GB of memory; 3 would fit"
     said = r"caches 1.2 GB = 1.2 GB .* 1.0 GB are free, 0.2 GB are missing, enough for 3 of the 4 sequences; lower"
@@ -444,12 +444,14 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch)
     need = sum(plans[0][0].values())
     monkeypatch.undo()
     slot = plans[0][0]["the caches"] // engine.slots
-    monkeypatch.setattr("run.stats.free_bytes", lambda device: need - 100 * slot)
+    for module in ("run.stats", "files.memory"):
+        monkeypatch.setattr(f"{module}.free_bytes", lambda device: need - 100 * slot)
     with pytest.raises(
         ValueError, match=r"are missing; lower .*--context \(412 tokens would fit\)"
     ):
         sequence_memory(engine)
-    monkeypatch.setattr("run.stats.free_bytes", lambda device: need - 99 * slot - 1)
+    for module in ("run.stats", "files.memory"):
+        monkeypatch.setattr(f"{module}.free_bytes", lambda device: need - 99 * slot - 1)
     with pytest.raises(ValueError, match=r"\(412 tokens would fit\)"):
         sequence_memory(engine)
     sequence_memory(replace(engine, context=412))

@@ -27,6 +27,7 @@ from helpers import (
     golden_target,
     refused,
 )
+from reference import TORCH
 from run import generate
 from run.generate import load
 from run.observer import Observer, PresetMethod
@@ -114,6 +115,7 @@ def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     monkeypatch.setattr("backends.library._cpp_available", [False])
     ngram = Ngram(2, 2, 2, kept=PastTexts(capacity=64))
     text = DecodedTokens(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
+    TORCH.complete()
     step = torch.compile(ngram_draft.lookup, fullgraph=True, dynamic=False)
     found = []
     with torch._dynamo.config.patch(error_on_recompile=True):

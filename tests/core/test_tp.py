@@ -22,6 +22,7 @@ from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
 import decode
+from files import memory
 from files.checkpoint import Codes, scale_name
 from files.config import config_from, open_source
 from files.rank import Rank
@@ -31,7 +32,7 @@ from helpers import GOLDEN, PROMPTS
 from model import Transformer, weight_names
 from quantize import Quantization
 from reference import TORCH
-from run import generate, ranks, stats, tp
+from run import generate, ranks, tp
 from run.engine import Engine
 from run.options import DEMO, GenerateConfig, Sampling
 from run.parsing import one_line_errors
@@ -438,11 +439,11 @@ def test_ranks_share_a_machines_memory(monkeypatch, tmp_path, limit, alone, each
     """Ranks share the available memory. Of a container's limit, each has already used a part."""
     (tmp_path / "_proc_meminfo").write_text("MemAvailable: 4000 kB\nSwapFree: 0 kB\n")
     (tmp_path / "_sys_fs_cgroup_memory.max").write_text(limit)
-    monkeypatch.setattr(stats, "Path", lambda *parts: tmp_path / "/".join(parts).replace("/", "_"))
-    monkeypatch.setattr(stats, "resident_bytes", lambda: 200_000)
-    assert stats.free_bytes("cpu") == alone
+    monkeypatch.setattr(memory, "Path", lambda *parts: tmp_path / "/".join(parts).replace("/", "_"))
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 200_000)
+    assert memory.free_bytes("cpu") == alone
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert stats.free_bytes("cpu") == each
+    assert memory.free_bytes("cpu") == each
 
 
 # ---------------------------------------------------------------------------------- the environment
