@@ -24,7 +24,6 @@ from draft_tree import (
     chain_paths,
     check_candidates,
     parse_tree,
-    read_tree,
 )
 from files.io import DEFAULT as DEFAULT
 from files.io import (
@@ -64,7 +63,7 @@ from run.option_rules import (
     only_with,
 )
 from run.parsing import check_kinds, check_ranges, flag_of, processors, setting
-from run.tree_paths import MEDUSA_PATHS
+from run.tree_paths import MEDUSA_PATHS, read_tree
 
 if TYPE_CHECKING:
     from draft_tree import DynamicTree, StaticTree
