@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's r
 from files.head_kinds import head_kind
 from files.io import check_directory, read_jsonl, replace_file
 from options import require
-from run.heads import rows_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors, option, parse
 from scripts.train.train_options import TrainOptions, resume_file
@@ -121,6 +120,7 @@ from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
 from reference import TORCH, use_backend
 from run.engine import Engine
+from run.heads import rows_of
 from run.scheduler import Request, Scheduler
 from run.session import common_prefix
 from scripts.train import losses as head_training
