@@ -16,7 +16,6 @@ imported, so that options are checked before it is.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,11 +57,6 @@ class DrafterUpdate(NamedTuple):
     # [B] bool, after a chunk of prompts: the chunk ends at the root; None: all do
     at_root: Tensor | None = None
     extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
-
-    @property
-    def accepted_ran_index(self) -> Tensor:
-        """Indices of the accepted nodes among those that the drafter ran, [B, R] int64."""
-        return self.tree.ran_index.gather(1, self.path)
 
 
 # ---------------------------------------------------------------------- growth, level by level
@@ -355,37 +349,3 @@ def parse_tree(text: str) -> dict[str, Any]:
         "--tree takes auto, chain, dynamic, static, numbers behind the first three, as chain:3 or "
         f"dynamic:6,8,32 (LEVELS,CHILDREN,NODES), or a JSON file; {text} is none of them"
     )
-
-
-def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
-    """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--tree: cannot read {file}: {error.strerror}; name a file") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--tree: {file} is not valid JSON: {error}; correct it") from None
-    if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
-        raise ValueError(
-            f"--tree: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
-        )
-    paths = {tuple(path) for path in raw}
-    for path in sorted(paths):
-        if len(path) > 1 and path[:-1] not in paths:
-            raise ValueError(
-                f"--tree: {file} has the path {list(path)} "
-                f"without its parent {list(path[:-1])}; add it"
-            )
-    if len(paths) != len(raw):
-        raise ValueError(f"--tree: {file} lists a path twice")
-    if len(paths) + 1 > MAX_NODES:
-        raise ValueError(
-            f"--tree: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
-        )
-    return tuple(paths)
-
-
-def _is_path(value: object) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(type(rank) is int and rank >= 0 for rank in value)

@@ -30,7 +30,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as TokenizersFile
 
 from decode import CycleResult, Engine, Loop, build_cycles
-from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree, read_tree
+from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree
 from drafters import Drafter, RootOnly
 from eagle_draft import EagleDrafter, load_head
 from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
@@ -89,8 +89,7 @@ def tree_of(options: Options, on_cuda: bool) -> StaticTree | DynamicTree:
     if not options.tree:
         return CUDA_TREE if on_cuda else CPU_TREE
     own = parse_tree(options.tree)
-    if "tree_file" in own:
-        return StaticTree(read_tree(Path(own["tree_file"])))
+    require("tree_file" not in own, "--tree: reading a file is in the folder run/; restore it")
     depth = own.get("tree_depth", CUDA_TREE.depth)
     if own["tree"] == "dynamic":
         topk = own.get("tree_topk", CUDA_TREE.topk)

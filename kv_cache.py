@@ -84,18 +84,6 @@ class KVCache(NamedTuple):
         states = self.states and self.states.sequences(rows)
         return KVCache(k, v, self.addresses[:0], self.sources, states)
 
-    def keep_states(self, seq: int) -> None:
-        """Take a snapshot of a sequence's states, to which `resume` may return."""
-        if self.states:
-            self.states.keep(seq)
-
-    def resume(self, seq: int, begin: int) -> int:
-        """Make a sequence go on behind the first `begin` tokens that it has read, or earlier.
-
-        Returns: the number of tokens behind which it goes on.
-        """
-        return self.states.resume(seq, begin) if self.states else begin
-
     def compact(self, start: Tensor, path: Tensor, backend: Backend = TORCH) -> None:
         """Move the accepted slots of a verified tree next to the prefix.
 

@@ -194,7 +194,7 @@ class Options:
     tree: str = option(
         "",
         "shape of the draft tree: chain:3, dynamic:6,8,32 (levels, children of a node, nodes in "
-        "all), static, or a file of rank paths; default: dynamic on CUDA, elsewhere a chain",
+        "all), static; default: dynamic on CUDA, elsewhere a chain",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     device: str = option("", "cpu or cuda; default: cuda if there is one")

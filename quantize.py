@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from options import has_part, load_part, one_line
+from options import one_line, part_or
 from reference import TORCH, Backend
 
 BLOCKS = "blocks"  # the format of weights in the blocks of a GGUF file, which files/ reads
@@ -150,8 +150,7 @@ def pack(format: str, codes: Tensor, scale: Tensor) -> Any:
     codes: [N, K] int8; scale: [N] float32, or in groups of `GROUPS` [N, K/G] bfloat16
     Returns: `Codes`, or the record of the device's backend.
     """
-    device = codes.device.type
-    record = load_part("layouts", device) if has_part("layouts", device) else Codes
+    record = part_or("layouts", codes.device.type, Codes)
     return record(codes, scale, format)
 
 
@@ -163,7 +162,7 @@ def stack(weights: Iterable[Any], experts: int) -> Any:
         parts = {name: part for name, part in parts.items() if part is not None}
         if whole is None:
             empty = {name: part.new_empty(experts, *part.shape) for name, part in parts.items()}
-            whole = weight._replace(experts=experts, **empty)
+            whole = type(weight)(**weight._asdict() | empty | {"experts": experts})
         for name, part in parts.items():
             getattr(whole, name)[number] = part
     return whole
@@ -449,19 +448,13 @@ class Linear(nn.Module):
         """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""
         return self.record.numbers() if self.packed else self.weight
 
-    def rows(self, ids: Tensor) -> Linear:
-        """Return a layer with some of the outputs, in their codes where they can be. ids: [R]"""
-        bias = None if self.bias is None else self.bias.detach()[ids]
-        weight = self.record.take(ids) if self.packed else self.weight.detach()[ids]
-        return type(self).of(weight, bias, self.fp32_out, self.backend)
-
 
 def hold(module: nn.Module, weight: Any) -> Any:
     """Make the tensors of a packed weight buffers of a module. Returns: the weight without them."""
     tensors = [name for name in weight._fields if isinstance(getattr(weight, name), Tensor)]
     for name in tensors:
         module.register_buffer(name, getattr(weight, name))
-    return weight._replace(**dict.fromkeys(tensors))
+    return type(weight)(*[None if isinstance(value, Tensor) else value for value in weight])
 
 
 def held(module: nn.Module, weight: Any) -> Any:
@@ -582,7 +575,7 @@ def load_weights(
     Writes: the parameters; with `storage.quant`, linear layers hold packed weights. At most one
     parameter exists twice at any moment.
     """
-    kind = load_part("reader", "loader") if has_part("reader", "loader") else Loader
+    kind = part_or("reader", "loader", Loader)
     return kind(files, storage).load(model, names, ignored)
 
 

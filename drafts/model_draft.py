@@ -121,7 +121,8 @@ class ModelDrafter(TreeDrafter):
             window = causal_window(state.length, update.features.shape[1], backend=self.backend)
             self.model(self._read(update.tokens[:, :-1]), window.slots, state.cache, window)
         elif self.width > 1:  # a chain's nodes are in their final slots already
-            state.cache.compact(state.length, update.accepted_ran_index, self.backend)
+            ran = update.tree.ran_index.gather(1, update.path)  # of the accepted nodes, [B, R]
+            state.cache.compact(state.length, ran, self.backend)
         return replace_fields(state, length=state.length + update.count)
 
     def rewind(self, state: ModelState, length: Tensor) -> ModelState:

@@ -2,7 +2,7 @@
 
 1. `GgufFile` is a `TensorSource`. It writes the metadata (files/gguf_header.py) as a config.json
    and translates llama.cpp's names.
-2. `keep_blocks` leaves matrices in their blocks, for the layers of gguf_blocks.py. Otherwise blocks
+2. `keep_blocks` leaves matrices in their blocks, for the layouts of backends/blocks.py. Else they
    become numbers when a tensor is read, one tensor at a time. A C++ operator
    (backends/cpp/blocks.cpp) rounds them to bfloat16 on the way. Where it is not loaded, the package
    `gguf` reads them as fp32, which gives the same bits.

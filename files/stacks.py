@@ -4,7 +4,7 @@
    gate and up take turns in a stack; numbers are stored as inputs by outputs, blocks the other way.
 2. A weight in MXFP4 is two tensors: blocks of 32 codes of 4 bits, and a power of two for each.
    `keep_blocks` leaves it in its bits, in the order of GGUF's type of that name, so that the layers
-   of gguf_blocks.py take it. Otherwise it becomes numbers when it is read.
+   of backends/blocks.py take it. Otherwise it becomes numbers when it is read.
 
 Source: MX formats (OCP Microscaling Formats 1.0); transformers' integrations/mxfp4.
 """

@@ -18,6 +18,13 @@ from quantize import FORMATS, Linear, Quantization, TensorSource, fit_group
 from run.draft_method import DraftMethod, method_of
 
 
+def rows_of(layer: Linear, ids: Tensor) -> Linear:
+    """Return a layer with some of the outputs, in their codes where they can be. ids: [R]"""
+    bias = None if layer.bias is None else layer.bias.detach()[ids]
+    weight = layer.record.take(ids) if layer.packed else layer.weight.detach()[ids]
+    return Linear.of(weight, bias, layer.fp32_out, layer.backend)
+
+
 def draft_lm_head(
     model: nn.Module, quant: Quantization | None, ids: Tensor | None = None
 ) -> nn.Module:
@@ -28,7 +35,7 @@ def draft_lm_head(
     # first, since rows are rounded one by one: their codes are the same, and fewer are computed
     own = model.lm_head
     if ids is not None:
-        own = own.rows(ids)
+        own = rows_of(own, ids)
     if quant is None or quant.is_blocks:  # blocks are a file's own
         return own
     if own.format == quant.format:

@@ -26,7 +26,6 @@ from draft_tree import (
     chain_paths,
     check_candidates,
     parse_tree,
-    read_tree,
 )
 from files.io import DEFAULT as DEFAULT
 from files.io import (
@@ -66,7 +65,7 @@ from run.option_rules import (
     only_with,
 )
 from run.parsing import check_kinds, check_ranges, flag_of, processors, setting
-from run.tree_paths import MEDUSA_PATHS
+from run.tree_paths import MEDUSA_PATHS, read_tree
 
 check_switches = part_or("machine", "check_switches", lambda: None)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale

@@ -204,7 +204,10 @@ class Session(Loop):
             both = (self.buffers.cache, self.state.drafter_state)
             copy_sequence(both, source, seq, shared)
         # the head pairs the last common feature with the next token: one token is run again
-        begin = self.buffers.cache.resume(seq, max(self.cached(seq, prompt) - 1, 0))
+        begin = max(self.cached(seq, prompt) - 1, 0)
+        states = self.buffers.cache.states
+        if states:  # which may have to go on earlier
+            begin = states.resume(seq, begin)
         super().admit(seq, prompt, noise_id, max_new_tokens, begin)
 
     def truncate(self, seq: int, count: int) -> None:
@@ -330,7 +333,8 @@ class Session(Loop):
 
     def after_prompt(self, seq: int, root: int) -> bool:
         """Return whether a prompt's numbers are finite. The observers get its root."""
-        self.buffers.cache.keep_states(seq)
+        if self.buffers.cache.states:
+            self.buffers.cache.states.keep(seq)  # to which an admission may return
         features = self.buffers.root_features[seq : seq + 1]
         if not is_finite(features):
             self.broken(seq)
@@ -385,7 +389,7 @@ def copy_sequence(record: Any, source: int, seq: int, slots: int) -> None:
 def prefix_of(record: Any, seq: int, slots: int) -> list[Tensor]:
     """View one sequence of nested tuples of tensors and caches, with its states.
 
-    Where they are copied, `KVCache.resume` knows which of the states serve.
+    Where they are copied, `States.resume` knows which of the states serve.
     slots: as for `copy_sequence`
     """
     if isinstance(record, KVCache):

@@ -41,6 +41,7 @@ from model import ModelConfig, Transformer
 from quantize import Quantization, fit_group
 from reference import Backend
 from run.draft_method import DraftMethod
+from run.heads import rows_of
 from run.ranks import collective_errors, refuse_torchrun
 from sampling import SamplingTensors
 from steps import Merge, Project, Rows, Step
@@ -292,7 +293,7 @@ class VocabParallelHead(nn.Module):
         count = -(-self.vocab // dist.get_world_size())
         first = dist.get_rank() * count
         ids = torch.arange(first, first + count).clamp(max=self.vocab - 1)
-        self.part = whole.rows(ids)
+        self.part = rows_of(whole, ids)
         device = next(chain(whole.parameters(), whole.buffers())).device
         self.register_buffer("ids", ids.to(device))  # [ceil(V / N)] int64, the token of each output
 

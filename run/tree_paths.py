@@ -1,11 +1,13 @@
-"""Draft trees as options, beyond those of draft_tree.py: a request's bound, Medusa's tree."""
+"""Draft trees as options beyond draft_tree.py's: a request's bound, a file's, Medusa's."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from draft_tree import NUMBERS, parse_tree
+from draft_tree import MAX_NODES, NUMBERS, parse_tree
 
 
 class DraftLimit(NamedTuple):
@@ -48,3 +50,39 @@ MEDUSA_MC_SIM_7B = (
     "060 070 100 101 200 0000 0001"
 )
 MEDUSA_PATHS = tuple(tuple(map(int, path)) for path in MEDUSA_MC_SIM_7B.split())
+
+
+def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
+    """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--tree: cannot read {file}: {error.strerror}; name a file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--tree: {file} is not UTF-8 text; name another file") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--tree: {file} is not valid JSON: {error}; correct it") from None
+    if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
+        raise ValueError(
+            f"--tree: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
+        )
+    paths = {tuple(path) for path in raw}
+    for path in sorted(paths):
+        if len(path) > 1 and path[:-1] not in paths:
+            raise ValueError(
+                f"--tree: {file} has the path {list(path)} "
+                f"without its parent {list(path[:-1])}; add it"
+            )
+    if len(paths) != len(raw):
+        raise ValueError(f"--tree: {file} lists a path twice")
+    if len(paths) + 1 > MAX_NODES:
+        raise ValueError(
+            f"--tree: at most {MAX_NODES - 1} paths fit a tree; {file} has {len(paths)}"
+        )
+    return tuple(paths)
+
+
+def _is_path(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(rank) is int and rank >= 0 for rank in value)

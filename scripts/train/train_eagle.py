@@ -120,6 +120,7 @@ from files.weights import export_weights, load_model
 from model import DTYPES, ModelConfig, Transformer
 from reference import TORCH, use_backend
 from run.engine import Engine
+from run.heads import rows_of
 from run.scheduler import Request, Scheduler
 from run.session import common_prefix
 from scripts.train import losses as head_training
@@ -356,7 +357,7 @@ def losses_of(
     rows = copy(target.lm_head)
     use_backend(rows, TORCH)  # gradients of a head without one pass through it
     if head.vocab:
-        rows = rows.rows(head.vocab.ids)
+        rows = rows_of(rows, head.vocab.ids)
     recipe = head_training.LossOptions(
         head.embedding or target.embedding, head.lm_head or rows, rows, config.recipe_steps
     )

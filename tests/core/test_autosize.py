@@ -479,13 +479,13 @@ def test_what_a_key_depends_on(trees, short_demo, tmp_path):
     finally:
         torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remembered, "describe_cpu", lambda: "another unit")
+        patch.setattr("backends.library.tiles_in_use", lambda: "another unit")
         keys.append(file_of(engine))
         patch.undo()
         for library in ("operators of another version", ""):
-            patch.setattr(remembered, "loaded", lambda name=library: name)
+            patch.setattr("backends.cpp.build.loaded", lambda name=library: name)
             keys.append(file_of(engine))
-        patch.setattr(remembered, "processor", lambda: "another")
+        patch.setattr("backends.cpp.build.processor", lambda: "another")
         keys.append(file_of(engine))
     assert len(set(keys)) == len(keys)
 

@@ -444,12 +444,14 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch)
     need = sum(plans[0][0].values())
     monkeypatch.undo()
     slot = plans[0][0]["the caches"] // engine.slots
-    monkeypatch.setattr("run.stats.free_bytes", lambda device: need - 100 * slot)
+    for module in ("run.stats", "files.memory"):
+        monkeypatch.setattr(f"{module}.free_bytes", lambda device: need - 100 * slot)
     with pytest.raises(
         ValueError, match=r"are missing; lower .*--context \(412 tokens would fit\)"
     ):
         sequence_memory(engine)
-    monkeypatch.setattr("run.stats.free_bytes", lambda device: need - 99 * slot - 1)
+    for module in ("run.stats", "files.memory"):
+        monkeypatch.setattr(f"{module}.free_bytes", lambda device: need - 99 * slot - 1)
     with pytest.raises(ValueError, match=r"\(412 tokens would fit\)"):
         sequence_memory(engine)
     sequence_memory(replace(engine, context=412))

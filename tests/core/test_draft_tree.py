@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree, read_tree
+from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree
 from drafters import DraftInputs, TreeDrafter, planned
 from drafts.ngram_draft import add_chain
 from drafts.residual import sample_children
@@ -16,6 +16,7 @@ from helpers import golden_case, golden_head, golden_target, no_candidates, orde
 from kv_cache import KVCache
 from model import ModelConfig
 from reference import accept, build_tree, choose, compaction, path_to, root_tree, select_nodes
+from run.tree_paths import read_tree
 
 INF = float("inf")
 

@@ -29,7 +29,7 @@ from helpers import (
 )
 from quantize import Quantization
 from run.generate import generate, load
-from run.heads import draft_lm_head
+from run.heads import draft_lm_head, rows_of
 from run.options import DEMO, Sampling
 
 TREES = {
@@ -129,7 +129,7 @@ def test_columns_tokens_and_spread():
 
 def test_rows_of_a_float_lm_head():
     own = golden_target().lm_head
-    rows = own.rows(KEPT)
+    rows = rows_of(own, KEPT)
     assert torch.equal(rows.weight, own.weight[KEPT]) and not rows.weight.requires_grad
     assert (rows.in_features, rows.out_features) == (64, 40)
     assert rows.weight.data_ptr() != own.weight.data_ptr() and own.out_features == 97
@@ -150,7 +150,7 @@ def test_trimming_and_rounding_combine(held, quant):
 
 def test_a_trimmed_lm_head_is_smaller():
     layer = rounded("int4", torch.randn(512, 256))
-    sizes = [layer.rows(torch.arange(n)).data.nbytes for n in (512, 128)]
+    sizes = [rows_of(layer, torch.arange(n)).data.nbytes for n in (512, 128)]
     assert sizes[1] * 4 == sizes[0]
 
 

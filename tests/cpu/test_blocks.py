@@ -50,6 +50,7 @@ from helpers import (
     weight_of_blocks,
 )
 from quantize import round_activations, stack
+from run.heads import rows_of
 
 MISSING = backends.cpp.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
@@ -304,7 +305,7 @@ def test_parts_of_several_types(outputs):
     weights = [widened(part.name, part.content.numpy()) for part in parts]
     assert torch.equal(layer.dequantize(), torch.cat(weights))
     ids = torch.tensor([0, outputs - 1, outputs, 2 * outputs, 3 * outputs - 1])
-    assert torch.equal(layer.rows(ids).weight, torch.cat(weights)[ids].bfloat16())
+    assert torch.equal(rows_of(layer, ids).weight, torch.cat(weights)[ids].bfloat16())
     for x in (random(1, 512), random(2, 13, 512).bfloat16()):
         alone = [layer_of(weight_of_blocks(part), fp32_out=True)(x) for part in parts]
         assert torch.equal(layer(x), torch.cat(alone, -1))
@@ -327,7 +328,7 @@ def test_numbers_beside_blocks(outputs):
     whole = torch.cat((floats[0].float(), *weights, floats[1].float()))
     assert torch.equal(layer.dequantize(), whole)
     ids = torch.arange(4 * outputs).flip(0)
-    assert torch.equal(layer.rows(ids).weight, whole[ids].bfloat16())
+    assert torch.equal(rows_of(layer, ids).weight, whole[ids].bfloat16())
     each = [floats[0], *(weight_of_blocks(part) for part in blocks), floats[1]]
     for x in (random(1, 512), random(2, 13, 512).bfloat16()):
         biases = bias.split(outputs)

@@ -46,7 +46,7 @@ from options import FORMAT_NAMES
 from quantize import FORMATS, GROUPS, Int4, Int8, Linear, Quantization, fit_group, stack
 from run import quantize as run_quantize
 from run.generate import generate, load, main
-from run.heads import draft_lm_head
+from run.heads import draft_lm_head, rows_of
 from run.options import DEMO, GROUP_SIZES
 
 ROOT = Path(quantize.__file__).parent
@@ -274,7 +274,7 @@ def test_zero_points_and_scales_are_kept_exactly(products, group, packed, dtype)
     again = pack_codes("int4", *unpack(layer.record))
     assert_same_bits(layer_of(again, layer.bias), layer)
     ids = torch.tensor([5, 96, 0])
-    assert torch.equal(layer.rows(ids).dequantize(), weight[ids])
+    assert torch.equal(rows_of(layer, ids).dequantize(), weight[ids])
     x = random(26, k, seed=1)
     for dtype_of_x in (torch.float32, torch.bfloat16, torch.float16):
         some = x.to(dtype_of_x)
@@ -578,7 +578,7 @@ def test_a_saved_head_on_a_float_target(tmp_path):
 def test_some_rows_are_the_same_codes_and_products(products, quant):
     ids, bias = torch.tensor([3, 4, 90, 199, 0]), random(200, seed=2)
     whole = rounded(quant.format, random(200, 256).bfloat16(), bias, quant.group_size, wide=True)
-    rows = whole.rows(ids)
+    rows = rows_of(whole, ids)
     for some, all in zip(unpack(rows.record), unpack(whole.record)):
         assert some.dtype == all.dtype and torch.equal(some, all[ids])
     x = random(7, 256, seed=1).bfloat16()

@@ -21,7 +21,7 @@ from helpers import GOLDEN, decode, engine_for, golden_head, golden_target
 from kv_cache import KVCache, causal_window
 from models.steps import HeadNorm
 from reference import TORCH, use_backend
-from run.heads import load_drafter
+from run.heads import load_drafter, rows_of
 from run.options import GenerateConfig
 from scripts.train import feature_cache as features
 from scripts.train import losses as head_training
@@ -92,8 +92,8 @@ def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
     if version == 1:
         head.vocab = DraftVocab(V, torch.arange(3, V, 2))
     drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
-    lm_head = head.lm_head or target.lm_head.rows(head.vocab.ids)
-    rows = target.lm_head.rows(head.vocab.ids)
+    lm_head = head.lm_head or rows_of(target.lm_head, head.vocab.ids)
+    rows = rows_of(target.lm_head, head.vocab.ids)
     recipe = LossOptions(target.embedding, lm_head, rows, UNROLLED)
     best = best_tokens(target, features) if three else None
     losses = unrolled_losses(head, target, (tokens, mask, features, best), recipe, 0)
