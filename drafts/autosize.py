@@ -49,8 +49,8 @@ from drafts.presets import PresetPolicy, lookup_of
 from drafts.remembered import file_of, recall, remember
 from files.io import read_json
 from files.rank import this_rank
-from run.drafted import source_of
 from run.engine import Engine
+from run.methods import source_of
 from run.observer import View
 from run.options import DEPTH
 

@@ -27,6 +27,7 @@ ADDS = {
         "moments": "files.calibrate:moments_of",
         "mtp": "files.mtp",
         "ollama": "files.ollama:ollama_model",
+        "packaged": "files.packaged:fetch_default",
         "published head": "files.known_heads:published_head",
         "rounding": "files.rounding",
         "stacks": "files.stacks:StackedFiles",

@@ -1,41 +1,33 @@
-"""Read and write the tensors of a model directory by name.
+"""Read the tensors of a model directory by name.
 
 1. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only
    tensors that are used are read. Any other object with named tensors is a `TensorSource` too, and
    can be loaded like files.
-2. `write_checkpoint` writes shards, with at most one shard in memory. It writes to a temporary
-   directory and renames that at the end, so that a directory under the final name is always
-   complete. The next run removes the files that a killed run left behind.
-3. `Quantization` is the format of quantized weights, from config.json or an option.
+2. `Quantization` is the format of quantized weights, from config.json or an option.
 
 Not here: text and JSON (files/io.py); the keys of config.json (files/fields.py); the meaning of the
-names (files/weights.py); rounding (quantize.py).
+names (files/weights.py); rounding (quantize.py); writing a directory
+(files/writing.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 import quantize
 from files.fields import text_part
-from files.io import check_out, gguf_files, read_json, set_usual_mode
+from files.io import gguf_files, read_json
 from files.untrusted import load_pickle, read_untrusted
 from options import one_line
 from quantize import FORMATS, GROUPS, Quantization
 
 METHOD = "gpt-eagle"  # `quant_method` in config.json
-SHARD_BYTES = 2 * 10**9
 # single files of weights, or the beginning of an index's name; the last ones are draft heads'
 FILES = (
     "model.safetensors",
@@ -55,18 +47,6 @@ TEXT_PART = {
 STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
 # files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
 OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-# files of the source that are copied if they exist: the tokenizer, end-of-sequence ids, a draft
-# vocabulary
-COPIED = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    "generation_config.json",
-)
 
 
 # ---------------------------------------------------------------------- quantization
@@ -330,75 +310,3 @@ class WeightFiles(TensorSource, quantize.WeightFiles):
 def _is_dense(tensor: Tensor) -> bool:
     special = tensor.is_nested or tensor.is_quantized or tensor.is_complex() or tensor.is_meta
     return tensor.layout == torch.strided and not special
-
-
-# ---------------------------------------------------------------------- writing
-
-
-def write_checkpoint(
-    out: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    config: dict,
-    source: Path,
-    overwrite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a model directory: shards, their index, config.json, and `COPIED` from `source`.
-
-    tensors: names and tensors, each computed when its turn comes
-    shard_bytes: no shard grows beyond this, unless one tensor is larger
-    Raises: ValueError when `out` exists and `overwrite` is False, or cannot be written.
-    Writes: `out`.
-    """
-    check_out(out, overwrite)
-    temporary = out.with_name(f"{out.name}.tmp")
-    old = out.with_name(f"{out.name}.old.tmp")
-    try:
-        if old.exists() and not out.exists():  # a run was killed between the two renames below
-            old.rename(out)
-        for leftover in (temporary, old):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
-        _write_shards(temporary, tensors, shard_bytes)
-        for name in COPIED:
-            if (source / name).is_file():
-                (temporary / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source / name, temporary / name)
-        _write_json(temporary / "config.json", config)
-        if out.exists():
-            out.rename(old)
-        temporary.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"cannot write {out} ({error}); free some space or choose another directory"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    shard: dict[str, Tensor] = {}
-    index: dict[str, str] = {}
-    total = 0
-
-    def close() -> None:
-        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, {"format": "pt"})
-        set_usual_mode(folder / name)
-        index.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > shard_bytes:
-            close()
-        shard[name] = tensor.contiguous()
-        total += tensor.nbytes
-    close()
-    document = {"metadata": {"total_size": total}, "weight_map": index}
-    _write_json(folder / "model.safetensors.index.json", document)
-
-
-def _write_json(file: Path, value: dict) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -353,7 +353,7 @@ def bundled_head(checkpoint: Path, kind: str = "eagle") -> Path:
     return ours if ours.is_dir() and not beside.is_dir() else beside
 
 
-# files/fetch.py fetches the default model: in a clone beside its head, else where a cache belongs
+# files/packaged.py fetches the default model: in a clone beside its head, else into the cache
 FETCHED = cache_folder() / "checkpoints" if PREFIX else CHECKPOINTS
 DEFAULT = str(FETCHED / "SmolLM2-135M-Instruct.Q4_1.gguf")
 

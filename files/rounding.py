@@ -33,7 +33,6 @@ from files.checkpoint import (
     scale_name,
     stored_bytes,
     to_file,
-    write_checkpoint,
 )
 from files.config import read_raw
 from files.io import check_apart, check_out, folder_lock, read_json, show_progress
@@ -41,6 +40,7 @@ from files.machine import cpu_operators_are_loaded, single_torch_thread
 from files.rank import this_rank
 from files.stacks import StackedFiles
 from files.tokenizer import has_tokenizer
+from files.writing import write_checkpoint
 from options import cache_folder, log_note
 from quantize import FORMATS, Quantization, check_finite, fit_group, in_groups
 

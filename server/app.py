@@ -45,10 +45,10 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from options import log_note
-from run.drafted import told_draft
 from run.engine import Engine
 from run.generate import load
 from run.kv_store import KVStore
+from run.methods import told_draft
 from run.observer import Observer
 from run.options import Sampling
 from run.parsing import one_line_errors

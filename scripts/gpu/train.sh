@@ -33,7 +33,7 @@ if compgen -G "brought/target.xz.*" >/dev/null; then
     cat brought/target.xz.* | xz -dc >"$TARGET"
 fi
 if [ "${CHECKED:-yes}" = yes ]; then
-    sum=$(sed -n 's/^    sha256="\(.*\)",$/\1/p' files/fetch.py)
+    sum=$(sed -n 's/^    sha256="\(.*\)",$/\1/p' files/packaged.py)
     echo "$sum  $TARGET" | sha256sum --check --status || {
         echo "train.sh: $TARGET is not the whole model (SHA-256 $sum); bring all of its parts" >&2
         exit 2

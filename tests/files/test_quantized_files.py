@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backends.weight import pack_codes
-from files.checkpoint import WeightFiles, write_checkpoint
+from files.checkpoint import WeightFiles
 from files.config import read_config
 from files.gptq_awq import QuantizedFiles
 from files.weights import CheckpointLoader, export_weights, load_model
+from files.writing import write_checkpoint
 from helpers import GOLDEN, OPERATORS, refused, slow
 from model import Transformer, weight_names
 from quantize import Linear, Quantization, Storage

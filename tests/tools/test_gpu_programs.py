@@ -180,7 +180,7 @@ def test_training_by_one_clock(tmp_path, monkeypatch):
 
 def test_a_target_that_did_not_arrive_whole_is_refused(tmp_path):
     """By its SHA-256, before anything runs."""
-    for name in ("scripts/gpu/train.sh", "files/fetch.py"):
+    for name in ("scripts/gpu/train.sh", "files/packaged.py"):
         copy = tmp_path / name
         copy.parent.mkdir(parents=True)
         shutil.copy(ROOT / name, copy)
