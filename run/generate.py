@@ -528,7 +528,9 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
     """Run the command line. command: the result of `read_command`, where it is there already"""
     config, prompts, text, to_end, keys = command or read_command(argv)
     with one_line_errors("generate.py"):
-        engine = load(of_ranks("init_ranks", lambda config, prompts: config)(config, prompts), text)
+        config = of_ranks("init_ranks", lambda config, prompts: config)(config, prompts)
+        # prompts of a file have the options of the command; a chat may set others
+        engine = load(config, text, shapes=config.interactive)
         if to_end and engine.template is not None:
             engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
         if keys is None:

@@ -54,12 +54,14 @@ CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is 
 def load(
     config: GenerateConfig | str | Path | None = None,
     text: TextFiles | None = None,
+    shapes: bool = True,
     **options: Any,
 ) -> Engine:
     """Load everything that `config` names, and make the engine ready.
 
     config: options, or the path of the checkpoint
     text: the tokenizer and the template, where they are read already
+    shapes: a request may bring cuts and penalties that `config` has not (drafts/shaping.py)
     options: fields of `GenerateConfig`, when no config is given; chat may be True or False, too
     Raises: ValueError for anything wrong with options or files.
     """
@@ -87,7 +89,7 @@ def load(
         eos_ids,
         config=asked,
         captures=part_or("machine", "captures", lambda: True)(),
-        shaping=_shaping(asked, target, tokenizer, eos_ids),
+        shaping=_shaping(asked, target, tokenizer, eos_ids, shapes),
         tokenizer=tokenizer,
         template=template,
     )
@@ -115,13 +117,17 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
 
 
 def _shaping(
-    config: GenerateConfig, target: Transformer, tokenizer: Any, eos_ids: tuple[int, ...]
+    config: GenerateConfig,
+    target: Transformer,
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    shapes: bool,
 ) -> Any:
-    """Return the cuts and penalties that requests may ask for.
+    """Return the cuts and penalties that requests may ask for; None where none can.
 
     Raises: ValueError for no token's id.
     """
-    if not has_drafts():
+    if not has_drafts() or not (shapes or config.sampling.is_shaped):
         return None
     device = target.norm.weight.device
     vocab = target.config.vocab_size
