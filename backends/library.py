@@ -31,7 +31,8 @@ def refuse_gradients() -> None:
     Those that exist when the C++ operators are loaded do so there (cpu/operators.cpp), at no cost
     while decoding; this is for the others. Writes: their kernels for autograd.
     """
-    for name in lib._op_defs:
+    ours = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gpt_eagle::")]
+    for name in ours:  # also those that other folders have defined
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"):
             operator = getattr(torch.ops.gpt_eagle, name.removeprefix("gpt_eagle::")).default
             lib.impl(operator, partial(_without_gradients, operator), "Autograd", with_keyset=True)

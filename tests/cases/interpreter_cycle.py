@@ -346,7 +346,7 @@ def check_level(logits, k, count, places=None, ids=None, sharpness=1.5):
     level = Level(k, count, first_slot=spare, fixed_children=places)
     children = Children(*(x.view(B, R, k) for x in (tokens, scores)))
     got = backends.triton.topk.grow_level(found, values, seen, level)
-    assert all(map(torch.equal, got, reference.expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, reference.grow_level(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("B,R,V,k", [

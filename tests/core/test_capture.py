@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.triton.functions
 import reference
+import run.operators
 from decode import REPORT, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
@@ -165,7 +166,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
     """Here its operators are the plain ones. No recompilation, and vanilla's tokens."""
     monkeypatch.setattr("backends.chosen.on_cpu", backends.chosen.on_cuda)
-    monkeypatch.setattr("backends.triton.functions.device_time", reference.device_time)
+    monkeypatch.setattr("backends.triton.functions.device_time", run.operators.device_time)
     target = deepcopy(golden_target())
     options = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0, "top_k": 9}
     want = decode(engine_for(target, RootOnly(), **options), PROMPT).history

@@ -526,7 +526,7 @@ def test_weights_lie_behind_each_other_in_huge_pages(quant, monkeypatch):
 
     before = advised()  # numpy requests huge pages for large arrays; malloc uses them again
     small = loaded()
-    monkeypatch.setattr(files.weights, "REGION", 0)
+    monkeypatch.setattr(files.weights, "LARGE", 0)
     tensors = loaded()
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(0 <= b[0] - a[1] < 64 for a, b in itertools.pairwise(places))

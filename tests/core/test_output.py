@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+import decode
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter
@@ -27,7 +28,7 @@ FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 6
 
 def interrupt(monkeypatch, chunk: int) -> None:
     """Ctrl-C before a chunk of the next prefill, counted from 0; prefills after it go through."""
-    run, left = session.prefill_chunk, [chunk]
+    run, left = decode.prefill_chunk, [chunk]
 
     def prefill_chunk(*inputs):
         left[0] -= 1
@@ -35,14 +36,14 @@ def interrupt(monkeypatch, chunk: int) -> None:
             raise KeyboardInterrupt
         return run(*inputs)
 
-    monkeypatch.setattr(session, "prefill_chunk", prefill_chunk)
+    monkeypatch.setattr(decode, "prefill_chunk", prefill_chunk)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])
 @pytest.mark.parametrize("drafts", [False, True], ids=["none", "eagle"])
 def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
     """The next turn is decoded as in a session that was never interrupted."""
-    monkeypatch.setattr(session, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 16)
     target = golden_target()
     tree = DynamicTree(depth=3, topk=4, size=12)
     drafter = EagleDrafter(golden_head(), target, tree) if drafts else RootOnly()

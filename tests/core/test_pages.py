@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import run.parsing
+import run.quantize
 from helpers import FOLDERS as SOURCES
-from run.options import ROOT
+from run.options import ROOT, GenerateConfig
 from run.start import read_command
 
 CODE = (".py", ".sh", ".cpp", ".h")
@@ -148,10 +149,12 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
         raise Parsed(values[0])
 
     if program == "generate.py":
+        patch.setattr(GenerateConfig, "check", stop)
         with pytest.raises(Parsed) as parsed:
-            read_command(argv, stop)
+            read_command(argv)
+        patch.undo()
     else:
-        module = module_of(program)
+        module = run.quantize if program == "quantize.py" else module_of(program)
         for reader in (run.parsing, module):  # some programs have the function by its own name
             if hasattr(reader, "parse_given"):
                 patch.setattr(reader, "parse_given", lambda *values: stop(read(*values)[0]))

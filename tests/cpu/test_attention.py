@@ -285,7 +285,7 @@ def test_level_registration(count, places):
     logits, sharpness, ids, values, seen, places, k, count, slot = args
     level = draft_tree.Level(k, count, first_slot=slot, fixed_children=places)
     children = draft_tree.Scores(logits, sharpness, ids).best(k, reference.topk)
-    want = reference.expand(children, values, seen, level)
+    want = reference.grow_level(children, values, seen, level)
     got = torch.ops.gpt_eagle.grow_level(*args)
     assert all(map(torch.equal, got, want)) and got[2].shape[1] == count
 

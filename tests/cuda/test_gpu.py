@@ -406,7 +406,7 @@ def test_grow_level(poisoned, V, k):
     values = -torch.rand(B, R, device="cuda").round(decimals=1)
     got = operator(logits, 1.25, ids, values, seen, None, k, count, 3)
     level = draft_tree.Level(k, count, first_slot=3)
-    assert all(map(torch.equal, got, reference.expand(children, values, seen, level)))
+    assert all(map(torch.equal, got, reference.grow_level(children, values, seen, level)))
 
 
 @pytest.mark.parametrize("P,N", [(10, 8), (510, 60), (510, 64), (20000, 33)])

@@ -468,8 +468,10 @@ def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
         "general.sampling.top_k": 20,
         "general.sampling.penalty_repeat": 1.1,
     }
-    monkeypatch.setattr("files.config.is_gguf", lambda path: True)
-    monkeypatch.setattr("files.config.read_header", lambda path: SimpleNamespace(metadata=metadata))
+    monkeypatch.setattr("server.recommended.is_gguf", lambda path: True)
+    monkeypatch.setattr(
+        "server.recommended.read_header", lambda path: SimpleNamespace(metadata=metadata)
+    )
     assert with_recommended_sampling(config, set()).sampling == Sampling(
         temperature=0.7, top_k=20, repetition_penalty=1.1
     )
