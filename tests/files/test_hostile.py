@@ -461,7 +461,7 @@ def test_without_a_standard_error(tmp_path, monkeypatch):
     "owner, name, read",
     [
         (Tokenizer, "__init__", lambda: Tokenizer.load(Path(DEMO))),
-        (checkpoint.WeightFiles, "_open_safetensors", lambda: checkpoint.WeightFiles(DENSE)),
+        (checkpoint.WeightFiles, "open_file", lambda: checkpoint.WeightFiles(DENSE)),
     ],
 )
 def test_our_own_bugs_keep_their_traceback(monkeypatch, owner, name, read):
