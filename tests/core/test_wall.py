@@ -84,6 +84,9 @@ def test_the_flat_files_alone_decode_exactly(tmp_path):
     for vanilla, *drafted in runs:
         assert all(each == vanilla for each in drafted) and len(vanilla[0]) > 40
     assert len({str(vanilla) for vanilla, *_ in runs}) > 3  # formats and draws differ
+    whole = [sys.executable, "generate.py", *commands[0], "--plain", "--json", "-"]
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True)
+    assert json.loads(done.stdout)["tokens"] == runs[0][0], done.stderr
 
 
 # a folder -> arguments for something that it adds; none: nothing is refused
