@@ -19,7 +19,7 @@ Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no cap
 counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
-alike, and draft_store keeps them on disk. So it is with the texts that --kv_store keeps.
+alike, and draft_store keeps them on disk.
 Not here: TLS. The default address is reached from this machine alone; with another --host give an
 --api_key, and put a proxy before it.
 """
@@ -47,7 +47,6 @@ from starlette.routing import Route
 from options import log_note
 from run.engine import Engine
 from run.generate import load
-from run.kv_store import KVStore
 from run.methods import told_draft
 from run.observer import Observer
 from run.options import Sampling
@@ -82,8 +81,7 @@ class Server:
         self.engine = engine
         self.config = config
         self.name = Path(config.checkpoint).name
-        store = KVStore(engine, Path(config.kv_store)) if config.kv_store else None
-        self.batcher = Batcher(engine, config.max_waiting, store)
+        self.batcher = Batcher(engine, config.max_waiting)
         self.reader = RequestReader(engine, config, self.name)
         self.readings = Readings(self.reader)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time

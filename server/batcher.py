@@ -23,7 +23,6 @@ from drafts.logprobs import Logprob, Logprobs
 from options import log_note
 from run.drafted import Drafted, DraftMarks, Nodes, Spans
 from run.engine import Engine
-from run.kv_store import KVStore
 from run.scheduler import Piece, Request, Scheduler
 from server.counters import Counters
 
@@ -144,10 +143,10 @@ class Job(Request):
 class Batcher(threading.Thread):
     """The thread that decodes."""
 
-    def __init__(self, engine: Engine, most: int, store: KVStore | None = None):
-        """most: jobs that may wait; store: of texts that have no place any more"""
+    def __init__(self, engine: Engine, most: int):
+        """most: jobs that may wait"""
         super().__init__(daemon=True)
-        self.scheduler = Scheduler(engine, self._on_admitted, store)
+        self.scheduler = Scheduler(engine, self._on_admitted)
         self.logprobs = Logprobs(engine.target)
         self.drafted = Drafted(engine)
         self.scheduler.session.observers += [self.logprobs, self.drafted]
@@ -215,7 +214,8 @@ class Batcher(threading.Thread):
             for _, future in self.calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(self._ended())
-        self._keep_all()
+        if not self.failed:
+            self.scheduler.close()
 
     @staticmethod
     def _call(work: Callable[[], Any], future: Future) -> None:
@@ -225,16 +225,6 @@ class Batcher(threading.Thread):
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
-
-    def _keep_all(self) -> None:
-        """Give the texts of all places to the store, as far as they are read."""
-        scheduler = self.scheduler
-        if scheduler.store is not None and not self.failed:
-            for place in range(len(scheduler.running)):
-                scheduler.session.release(place)
-                scheduler.store.put(scheduler.session, place)
-        if not self.failed:
-            scheduler.close()
 
     def _counts(self) -> tuple[int, int]:
         """Count the answers that are decoded, and those that wait and whose clients are there."""
