@@ -15,8 +15,8 @@ that is cut at the end. Tool calls are taken out of it (tool_calls.py).
 Without a seed one is drawn; the other options are the server's where a request names none, and its
 sampling that of the model, as far as one recommends any.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
-/ is a page to chat with (page.html), /health says whether answers are decoded, /metrics gives
-counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
+/ is a page to chat with (page.html), /health says whether answers are decoded.
+`draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
 alike, and draft_store keeps them on disk.
@@ -101,7 +101,6 @@ class Server:
             Route("/props", self.props),
             Route("/v1", self.models),
             Route("/health", self.health),
-            Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/tokenize", partial(self.read, self.readings.tokenize), methods=["POST"]),
@@ -158,11 +157,6 @@ class Server:
         if not self.batcher.open or not self.batcher.is_alive():
             raise Refusal(503, "the server decodes no answers; start it again")
         return JSONResponse({"status": "ok"})
-
-    async def metrics(self, request: Request) -> Response:
-        """Answer with the counters, in Prometheus' text form."""
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.batcher.page(), media_type=kind)
 
     async def models(self, request: Request) -> Response:
         """Answer for the one model, or the list of it."""

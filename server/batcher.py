@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from options import log_note
 from run.drafted import Drafted, DraftMarks, Nodes, Spans
 from run.engine import Engine
 from run.scheduler import Piece, Request, Scheduler
-from server.counters import Counters
 
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -93,7 +91,6 @@ class Job(Request):
     before: int = 0  # characters of the prompt, where the answer begins with it
     wants_trees: bool = False
     left: bool = False  # the client has left
-    came: float = field(default_factory=time.perf_counter)  # host's clock (s)
     decoded: int = 0  # characters of all tokens
     scored: deque[Scored] = field(default_factory=deque)  # tokens whose beginning is not told yet
     drafts_left: Drafts = Drafts()  # of the tokens since the last text, without spans
@@ -158,7 +155,6 @@ class Batcher(threading.Thread):
         self.changed = threading.Condition()  # guards the fields here
         self.open = True  # takes jobs
         self.failed = False  # decoding raised
-        self.counters = Counters()
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs. Raises: Refusal when there are too many."""
@@ -187,11 +183,6 @@ class Batcher(threading.Thread):
             self.calls.append((work, future))
             self.changed.notify()
             return future
-
-    def page(self) -> str:
-        """Return the counters, in Prometheus' text form."""
-        with self.changed:
-            return self.counters.page(*self._counts())
 
     def close(self) -> None:
         """Let the thread end behind its step, with a refusal for every unfinished job."""
@@ -250,19 +241,12 @@ class Batcher(threading.Thread):
             self.new = []
             for job in [job for job in self.jobs if job.left]:
                 self.scheduler.cancel(job)
-                self._remove(job, "left")
+                self.jobs.remove(job)
             return self.open
 
     def _on_admitted(self, job: Job) -> None:
         self.drafted.begin(job.place, job.wants_trees)
         self.logprobs.want(job.place, job.likeliest)
-        self.counters.prompt_tokens += len(job.prompt)
-        self.counters.cached_tokens += job.cached
-
-    def _remove(self, job: Job, reason: str) -> None:
-        self.jobs.remove(job)
-        if job.place >= 0:
-            self.counters.ended[reason] += 1
 
     def _step(self) -> None:
         if self.calls:
@@ -271,14 +255,14 @@ class Batcher(threading.Thread):
                 self.calls.pop(0)
         for piece in self.scheduler.step():
             self._tell(piece)
-        self.counters.step(self.scheduler.take_stats())
+        self.scheduler.take_stats()  # which would grow for ever
 
     def _tell(self, piece: Piece) -> None:
         """Pass what a step has brought a job to its client."""
         job = piece.request
         if job.fault:
             with self.changed:
-                self._remove(job, "left")
+                self.jobs.remove(job)
             refusal = Refusal(400, job.fault)
             if job.reason == "nan":
                 log_note(job.fault)  # with a remedy, which is no client's
@@ -287,10 +271,7 @@ class Batcher(threading.Thread):
             return
         job.add(piece, self.logprobs.take(job.place), self.drafted.take(job.place))
         delta = job.delta(piece.text)
-        self.counters.tokens += len(piece.tokens)
-        if piece.tokens and len(piece.tokens) == len(job.tokens):
-            self.counters.first_token(time.perf_counter() - job.came)
         if delta.reason:
             with self.changed:
-                self._remove(job, delta.reason)
+                self.jobs.remove(job)
         job.tell(delta)

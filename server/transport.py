@@ -25,7 +25,7 @@ from server.options import ServeConfig
 from server.parameters import SHOWN
 
 READ_S = 30  # seconds for the head of a request, and for its body
-GUARDED = ("/v1", "/metrics", "/tokenize", "/detokenize")  # begins of paths that need the key
+GUARDED = ("/v1", "/tokenize", "/detokenize")  # begins of paths that need the key
 
 
 def listen(config: ServeConfig) -> socket.socket:
