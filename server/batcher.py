@@ -4,7 +4,7 @@
 2. The thread hands jobs to a `Scheduler` (run/scheduler.py). After each step it passes the new text
    of every answer (`Delta`) to its job.
 3. A job whose client has left is cancelled before the next step.
-4. Texts that are only read (`Batcher.call`) are read between two steps.
+4. Prompts to echo (`Batcher.call`) are read between two steps.
 """
 
 from __future__ import annotations

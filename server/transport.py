@@ -25,7 +25,6 @@ from server.options import ServeConfig
 from server.parameters import SHOWN
 
 READ_S = 30  # seconds for the head of a request, and for its body
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # begins of paths that need the key
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -84,7 +83,7 @@ class KnownHosts:
 
 
 class Keys:
-    """Refuses requests to `GUARDED` that do not bring the key."""
+    """Refuses requests to /v1 that do not bring the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -93,7 +92,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
-        guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
         if guarded and not brings_key(scope, self.key):
             app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
         await app(scope, receive, send)
