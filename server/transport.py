@@ -115,14 +115,6 @@ class Connection(H11Protocol):
         if self.cycle and self.cycle.response_complete:
             self._await_request()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. The protocol calls this."""
-        body = json.dumps(Refusal(400, msg).body)
-        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
-        self.transport.write(answer.encode("ascii"))
-        self.transport.close()
-
     def _await_request(self) -> None:
         before = self.cycle  # of the last request
         self.loop.call_later(READ_S, lambda: self.cycle is before and self.transport.close())

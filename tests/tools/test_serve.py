@@ -509,14 +509,6 @@ def test_other_paths_methods_and_kinds(running):
     assert running.raw(b'{"prompt": "a"}', kind="text/plain")[0] == 415
 
 
-def test_what_is_not_http_gets_json(running):
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
-        client.sendall(b"\x16\x03\x01 TLS?\r\n\r\n")
-        head, _, body = b"".join(iter(lambda: client.recv(9999), b"")).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ") and f"Content-Length: {len(body)}".encode() in head
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
-
-
 def test_without_a_template_a_chat_is_refused(running):
     reader = serve.RequestReader(
         replace(running.engine, config=replace(running.engine.config, chat=None)),
