@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK
 from files.thinking import hidden_tags
@@ -115,16 +115,6 @@ class Piece(NamedTuple):
     text: str  # that has become certain; behind the last token also the text that was held back
 
 
-class PrefixStore(Protocol):
-    """Keeps what is cached of texts that have no place any more."""
-
-    def put(self, session: Session, place: int) -> None:
-        """Keep the text of a place."""
-
-    def take(self, session: Session, place: int, prompt: list[int], known: int) -> bool:
-        """Give a place the kept text that a prompt begins with, if it has over `known` tokens."""
-
-
 class Scheduler:
     """The requests of a session: those that wait, and those that have a place."""
 
@@ -132,11 +122,9 @@ class Scheduler:
         self,
         engine: Engine,
         on_admitted: Callable[[Request], None] = lambda request: None,
-        store: PrefixStore | None = None,
     ):
         """on_admitted: called when a request has its place, before its first step"""
         self.engine = engine
-        self.store = store
         self.session = Session(engine)
         self.on_admitted = on_admitted
         batch = engine.config.batch_size
@@ -207,8 +195,6 @@ class Scheduler:
                 return
             self.waiting.popleft()
             place, source = self._choose(request.prompt, free)
-            if self.store is not None:
-                source = self._exchange(self.store, request.prompt, place, source)
             self._admit(request, place, source)
 
     def _is_being_read(self, prompt: list[int]) -> bool:
@@ -233,16 +219,6 @@ class Scheduler:
         """Return whether a prompt goes on with the conversation of a place."""
         last = self.last[place]
         return prompt[: len(last)] == last
-
-    def _exchange(self, store: PrefixStore, prompt: list[int], place: int, source: int) -> int:
-        """Keep the text of a place that others need. Returns: the place whose beginning is reused.
-
-        That is the place itself where the store knows more of the prompt than the source.
-        """
-        known = self.session.cached(source, prompt)
-        if not self._goes_on(place, prompt):
-            store.put(self.session, place)
-        return place if store.take(self.session, place, prompt, known) else source
 
     def _admit(self, request: Request, place: int, source: int) -> None:
         """Give a request its place. source: the place whose cached beginning it reuses"""

@@ -138,10 +138,6 @@ class Session(Loop):
         """Count the tokens of a prompt that a sequence has cached, from the first on."""
         return common_prefix(self.history[seq][:-1], prompt)  # its last token may be the root
 
-    def prefix(self, seq: int, count: int) -> list[Tensor]:
-        """Return everything that is cached of a sequence's first tokens, as views."""
-        return prefix_of((self.buffers.cache, self.state.drafter_state), seq, count)
-
     # -------------------------------------------------------------------------------------- turns
 
     def decode_turn(self, prompts: list[list[int] | None]) -> Iterator[list[list[int]]]:

@@ -5,8 +5,7 @@ scripts/serve.py starts it, with every option of generate.py that says what is d
 1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
    or one whose client has left, is evicted for the next request.
 2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
-   and answers (replies.py, responses.py): whole, or in events as the text comes. Texts that are
-   only read are answered by readings.py.
+   and answers (replies.py, responses.py): whole, or in events as the text comes.
 
 The text is a function of (weights, prompt, parameters of sampling, seed, number of the choice), and
 of the JSON schema in `response_format` (drafts/grammar.py, which needs llguidance): that of
@@ -15,11 +14,11 @@ that is cut at the end. Tool calls are taken out of it (tool_calls.py).
 Without a seed one is drawn; the other options are the server's where a request names none, and its
 sampling that of the model, as far as one recommends any.
 Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no captured one runs.
-/ is a page to chat with (page.html), /health says whether answers are decoded, /metrics gives
-counters in Prometheus' text form. `draft: false` in a request decodes without drafting.
+/ is a page to chat with (page.html), /health says whether answers are decoded.
+`draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
-alike, and draft_store keeps them on disk. So it is with the texts that --kv_store keeps.
+alike, and draft_store keeps them on disk.
 Not here: TLS. The default address is reached from this machine alone; with another --host give an
 --api_key, and put a proxy before it.
 """
@@ -28,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -47,7 +46,6 @@ from starlette.routing import Route
 from options import log_note
 from run.engine import Engine
 from run.generate import load
-from run.kv_store import KVStore
 from run.methods import told_draft
 from run.observer import Observer
 from run.options import Sampling
@@ -58,7 +56,7 @@ from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
 from server.options import ServeConfig
 from server.parameters import SHOWN, RequestParams, RequestReader, no_model
-from server.readings import Readings
+from server.prompt_pass import echoes
 from server.recommended import with_recommended_sampling
 from server.replies import Reply, joined
 from server.responses import ResponseReply, as_chat
@@ -82,10 +80,8 @@ class Server:
         self.engine = engine
         self.config = config
         self.name = Path(config.checkpoint).name
-        store = KVStore(engine, Path(config.kv_store)) if config.kv_store else None
-        self.batcher = Batcher(engine, config.max_waiting, store)
+        self.batcher = Batcher(engine, config.max_waiting)
         self.reader = RequestReader(engine, config, self.name)
-        self.readings = Readings(self.reader)
         self.reading = asyncio.Lock()  # tokenizers are used by one thread at a time
 
     def app(self) -> Starlette:
@@ -103,12 +99,8 @@ class Server:
             Route("/props", self.props),
             Route("/v1", self.models),
             Route("/health", self.health),
-            Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
-            Route("/tokenize", partial(self.read, self.readings.tokenize), methods=["POST"]),
-            Route("/detokenize", partial(self.read, self.readings.detokenize), methods=["POST"]),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/fit", self.fit, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -161,11 +153,6 @@ class Server:
             raise Refusal(503, "the server decodes no answers; start it again")
         return JSONResponse({"status": "ok"})
 
-    async def metrics(self, request: Request) -> Response:
-        """Answer with the counters, in Prometheus' text form."""
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.batcher.page(), media_type=kind)
-
     async def models(self, request: Request) -> Response:
         """Answer for the one model, or the list of it."""
         asked = request.path_params.get("name", self.name)
@@ -181,23 +168,6 @@ class Server:
         async with self.reading:
             dropped = await asyncio.to_thread(dropped_messages, self.reader, body, chat)
         return JSONResponse({"dropped": dropped})
-
-    async def read(self, work: Callable[[Any], dict], request: Request) -> Response:
-        """Answer with what a function makes of the body."""
-        body = await json_body(request, self.config.max_body)
-        async with self.reading:
-            return JSONResponse(await asyncio.to_thread(work, body))
-
-    async def embeddings(self, request: Request) -> Response:
-        """Answer with the vectors of texts."""
-        body = await json_body(request, self.config.max_body)
-        async with self.reading:
-            texts = await asyncio.to_thread(self.readings.texts, body)
-        vectors = []
-        for text in texts:  # one at a time, so that answers go on between them
-            work = partial(self.readings.vector, text)
-            vectors.append(await asyncio.wrap_future(self.batcher.call(work)))
-        return JSONResponse(self.readings.embeddings(body, sum(map(len, texts)), vectors))
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion."""
@@ -226,8 +196,8 @@ class Server:
         asked = reply.asked
         pieces: asyncio.Queue[Delta | Refusal] = asyncio.Queue()
         if asked.echoes:
-            echoes = self.batcher.call(partial(self.readings.echoes, asked))
-            for piece in await asyncio.wrap_future(echoes):
+            echoed = self.batcher.call(partial(echoes, self.engine, asked))
+            for piece in await asyncio.wrap_future(echoed):
                 pieces.put_nowait(piece)
         jobs = self._jobs(asked, reply.chat, pieces) if asked.most else []
         self.batcher.submit(jobs)

@@ -4,13 +4,12 @@
 2. The thread hands jobs to a `Scheduler` (run/scheduler.py). After each step it passes the new text
    of every answer (`Delta`) to its job.
 3. A job whose client has left is cancelled before the next step.
-4. Texts that are only read (`Batcher.call`) are read between two steps.
+4. Prompts to echo (`Batcher.call`) are read between two steps.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -23,9 +22,7 @@ from drafts.logprobs import Logprob, Logprobs
 from options import log_note
 from run.drafted import Drafted, DraftMarks, Nodes, Spans
 from run.engine import Engine
-from run.kv_store import KVStore
 from run.scheduler import Piece, Request, Scheduler
-from server.counters import Counters
 
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -94,7 +91,6 @@ class Job(Request):
     before: int = 0  # characters of the prompt, where the answer begins with it
     wants_trees: bool = False
     left: bool = False  # the client has left
-    came: float = field(default_factory=time.perf_counter)  # host's clock (s)
     decoded: int = 0  # characters of all tokens
     scored: deque[Scored] = field(default_factory=deque)  # tokens whose beginning is not told yet
     drafts_left: Drafts = Drafts()  # of the tokens since the last text, without spans
@@ -144,10 +140,10 @@ class Job(Request):
 class Batcher(threading.Thread):
     """The thread that decodes."""
 
-    def __init__(self, engine: Engine, most: int, store: KVStore | None = None):
-        """most: jobs that may wait; store: of texts that have no place any more"""
+    def __init__(self, engine: Engine, most: int):
+        """most: jobs that may wait"""
         super().__init__(daemon=True)
-        self.scheduler = Scheduler(engine, self._on_admitted, store)
+        self.scheduler = Scheduler(engine, self._on_admitted)
         self.logprobs = Logprobs(engine.target)
         self.drafted = Drafted(engine)
         self.scheduler.session.observers += [self.logprobs, self.drafted]
@@ -159,7 +155,6 @@ class Batcher(threading.Thread):
         self.changed = threading.Condition()  # guards the fields here
         self.open = True  # takes jobs
         self.failed = False  # decoding raised
-        self.counters = Counters()
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs. Raises: Refusal when there are too many."""
@@ -189,11 +184,6 @@ class Batcher(threading.Thread):
             self.changed.notify()
             return future
 
-    def page(self) -> str:
-        """Return the counters, in Prometheus' text form."""
-        with self.changed:
-            return self.counters.page(*self._counts())
-
     def close(self) -> None:
         """Let the thread end behind its step, with a refusal for every unfinished job."""
         with self.changed:
@@ -215,7 +205,8 @@ class Batcher(threading.Thread):
             for _, future in self.calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(self._ended())
-        self._keep_all()
+        if not self.failed:
+            self.scheduler.close()
 
     @staticmethod
     def _call(work: Callable[[], Any], future: Future) -> None:
@@ -225,16 +216,6 @@ class Batcher(threading.Thread):
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
-
-    def _keep_all(self) -> None:
-        """Give the texts of all places to the store, as far as they are read."""
-        scheduler = self.scheduler
-        if scheduler.store is not None and not self.failed:
-            for place in range(len(scheduler.running)):
-                scheduler.session.release(place)
-                scheduler.store.put(scheduler.session, place)
-        if not self.failed:
-            scheduler.close()
 
     def _counts(self) -> tuple[int, int]:
         """Count the answers that are decoded, and those that wait and whose clients are there."""
@@ -260,19 +241,12 @@ class Batcher(threading.Thread):
             self.new = []
             for job in [job for job in self.jobs if job.left]:
                 self.scheduler.cancel(job)
-                self._remove(job, "left")
+                self.jobs.remove(job)
             return self.open
 
     def _on_admitted(self, job: Job) -> None:
         self.drafted.begin(job.place, job.wants_trees)
         self.logprobs.want(job.place, job.likeliest)
-        self.counters.prompt_tokens += len(job.prompt)
-        self.counters.cached_tokens += job.cached
-
-    def _remove(self, job: Job, reason: str) -> None:
-        self.jobs.remove(job)
-        if job.place >= 0:
-            self.counters.ended[reason] += 1
 
     def _step(self) -> None:
         if self.calls:
@@ -281,14 +255,14 @@ class Batcher(threading.Thread):
                 self.calls.pop(0)
         for piece in self.scheduler.step():
             self._tell(piece)
-        self.counters.step(self.scheduler.take_stats())
+        self.scheduler.take_stats()  # which would grow for ever
 
     def _tell(self, piece: Piece) -> None:
         """Pass what a step has brought a job to its client."""
         job = piece.request
         if job.fault:
             with self.changed:
-                self._remove(job, "left")
+                self.jobs.remove(job)
             refusal = Refusal(400, job.fault)
             if job.reason == "nan":
                 log_note(job.fault)  # with a remedy, which is no client's
@@ -297,10 +271,7 @@ class Batcher(threading.Thread):
             return
         job.add(piece, self.logprobs.take(job.place), self.drafted.take(job.place))
         delta = job.delta(piece.text)
-        self.counters.tokens += len(piece.tokens)
-        if piece.tokens and len(piece.tokens) == len(job.tokens):
-            self.counters.first_token(time.perf_counter() - job.came)
         if delta.reason:
             with self.changed:
-                self._remove(job, delta.reason)
+                self.jobs.remove(job)
         job.tell(delta)

@@ -32,9 +32,6 @@ class ServeConfig(GenerateConfig):
     max_waiting: int = option(
         64, "answers that may wait for their turn; more requests are refused", least=0
     )
-    kv_store: str = option(
-        "", "folder that keeps what was read of texts, so that it need not be read again"
-    )
     api_key: str = option("", "key that requests to /v1 must bring, as OpenAI clients send it")
     cors: str = option(
         "", "origins whose pages may ask, comma-separated, as http://localhost:3000; *: all"

@@ -107,7 +107,6 @@ SERVED = SHAPING | {
     "response_format", "draft", "draft_tokens", "trees", "do_sample",
 }  # fmt: skip
 OF_PROMPTS = {"add_special_tokens", "add_bos_token", "echo"}  # of completions
-OF_EMBEDDINGS = {"model", "input", "encoding_format", "dimensions", "add_special_tokens"}
 # of chats
 OF_TEMPLATES = {
     "chat_template_kwargs", "reasoning_effort", "include_reasoning", "enable_thinking", "think",
@@ -237,21 +236,6 @@ class RequestReader:
             self._shown(chat, tools),
             not chat and self._flag(body, "echo"),
         )
-
-    def read_texts(self, body: Any) -> list[list[int]]:
-        """Return the ids of the texts of a request for embeddings. Raises: Refusal."""
-        body = self._checked(body)
-        for name in body:
-            known = OF_EMBEDDINGS | WITHOUT_EFFECT
-            need(name in known, f"{name[:SHOWN]} is not served; leave it out", name[:SHOWN])
-        need("input" in body, "input is missing", "input")
-        texts = body["input"]
-        if not _is_list_of_prompts(texts):
-            texts = [texts]
-        try:
-            return [self._ids(text, self._adds_bos(body)) for text in texts]
-        except ValueError as error:
-            raise refusal(error, "input") from None
 
     def _adds_bos(self, body: dict) -> bool:
         """Return whether a text begins with the model's BOS token, if it has one."""

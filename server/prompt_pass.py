@@ -1,70 +1,51 @@
-"""Read a text without an answer: log-probabilities of its tokens, and an embedding.
+"""Begin completions with their prompts (`echo`), as harnesses for likelihoods ask for them.
 
-The target reads the text alone, in chunks as prompts are read (run/session.py), in a cache of its
-own.
-- `prompt_logprobs`: the target's own log-probability of every token but the first.
-- `embedding`: the hidden states behind the final norm, pooled as the model's files say (`Pooling`)
-  and scaled to length 1, as OpenAI's embeddings are.
+Where log-probabilities are asked for, the target reads a prompt alone, in chunks as prompts are
+read (run/session.py), in a cache of its own. The first token has no log-probability.
 
-Trade-off: the text is read anew, and nothing else decodes meanwhile.
-Not here: sentence-transformers' further layers (dense, whitening) and prompts.
+Trade-off: the prompt is read anew, and nothing else decodes meanwhile.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decode import PREFILL_CHUNK
 from drafts.logprobs import Logprob, entries, scored
-from files.gguf_header import read_header
-from files.io import is_gguf, read_json
 from files.machine import single_torch_thread
 from kv_cache import KVCache, causal_window
-from options import require
 from run.engine import Engine
 from runtime import replace_fields
+from server.batcher import Delta, Drafts, Scored
+from server.parameters import RequestParams
 
 ROWS = 64  # of logits at a time
-GGUF_POOLINGS = {0: "last", 1: "mean", 2: "cls", 3: "last"}  # 0: none, as of a model that writes
-# keys of sentence-transformers' 1_Pooling/config.json
-POOLINGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-}
 
 
-class Pooling(NamedTuple):
-    """How a model's files make one vector of a text."""
+def echoes(engine: Engine, asked: RequestParams) -> list[Delta]:
+    """Return the prompts of a request as the first pieces of its answers, or as all of them.
 
-    kind: str = "last"  # of the tokens: their mean, the first ("cls") or the last one
-    adds_eos: bool = False  # a text ends with the end of a sequence
-
-
-def pooling_of(path: Path) -> Pooling:
-    """Read a checkpoint's pooling; that of a model without one is its last token.
-
-    Raises: ValueError for a pooling that is not known.
+    The decoding thread calls this.
     """
-    if is_gguf(path):
-        metadata = read_header(path).metadata
-        named = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
-        adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-        kind = GGUF_POOLINGS.get(named, "")
-    else:
-        file = path / "1_Pooling" / "config.json"
-        modes = read_json(file) if file.exists() else {"pooling_mode_lasttoken": True}
-        named = [name for name, holds in modes.items() if name.startswith("pooling_") and holds]
-        settings = path / "tokenizer_config.json"
-        adds_eos = settings.exists() and read_json(settings).get("add_eos_token", False)
-        kind = POOLINGS.get(named[0], "") if len(named) == 1 else ""
-    known = "mean, cls and last are known"
-    require(kind != "", f"the model pools by {named}, and only {known}; use another model")
-    return Pooling(kind, bool(adds_eos))
+    pieces = []
+    reason = None if asked.most else "length"
+    for number, ids in enumerate(asked.prompts):
+        stream = engine.tokenizer.stream(True)
+        logprobs: list[Logprob | None] = []
+        if asked.likeliest is not None:
+            logprobs = prompt_logprobs(engine, ids, asked.likeliest)
+        text = ""
+        tokens = []
+        for id, logprob in zip(ids, logprobs):
+            tokens.append(Scored(id, len(text), logprob))
+            text += stream.push([id])
+        text = engine.tokenizer.decode(ids, True)
+        drafts = Drafts(spans=(("", len(text), -1),))
+        for sample in range(asked.samples):
+            choice = number * asked.samples + sample
+            pieces.append(Delta(choice, text, 0, reason, tokens, drafts))
+    return pieces
 
 
 def prompt_features(engine: Engine, ids: list[int]) -> Tensor:
@@ -95,10 +76,3 @@ def prompt_logprobs(engine: Engine, ids: list[int], likeliest: int) -> list[Logp
         columns = scored(engine.target, before, tokens, likeliest)
         told += entries(*(column.tolist()[0] for column in columns), likeliest)
     return told
-
-
-def embedding(engine: Engine, ids: list[int], kind: str) -> list[float]:
-    """Return the vector of a text, of length 1. kind: of `Pooling`"""
-    states = prompt_features(engine, ids)[0].float()  # [T, F]
-    one = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[kind]
-    return torch.nn.functional.normalize(one, dim=0).tolist()

@@ -25,7 +25,6 @@ from server.options import ServeConfig
 from server.parameters import SHOWN
 
 READ_S = 30  # seconds for the head of a request, and for its body
-GUARDED = ("/v1", "/metrics", "/tokenize", "/detokenize")  # begins of paths that need the key
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -84,7 +83,7 @@ class KnownHosts:
 
 
 class Keys:
-    """Refuses requests to `GUARDED` that do not bring the key."""
+    """Refuses requests to /v1 that do not bring the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -93,7 +92,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
-        guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
         if guarded and not brings_key(scope, self.key):
             app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
         await app(scope, receive, send)
@@ -115,14 +114,6 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.cycle and self.cycle.response_complete:
             self._await_request()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. The protocol calls this."""
-        body = json.dumps(Refusal(400, msg).body)
-        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        answer = f"{head}Content-Length: {len(body)}\r\n\r\n{body}"
-        self.transport.write(answer.encode("ascii"))
-        self.transport.close()
 
     def _await_request(self) -> None:
         before = self.cycle  # of the last request

