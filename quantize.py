@@ -139,10 +139,6 @@ class Codes(NamedTuple):
         """Return some of the outputs. ids: [R] int64"""
         return Codes(self.codes[ids], self.scale[ids], self.format)
 
-    def for_decoding(self) -> Codes:
-        """Return the weight as a layer multiplies by it."""
-        return self
-
 
 def pack(format: str, codes: Tensor, scale: Tensor) -> Any:
     """Lay out codes and scales for their device: nothing is rounded.
@@ -403,7 +399,7 @@ class Linear(nn.Module):
         assert (weight.inputs, weight.outputs) == (self.in_features, self.out_features), weight
         assert weight.experts == self.experts, (weight.experts, self.experts)
         self.weight = None
-        self.packed = hold(self, weight.for_decoding())
+        self.packed = hold(self, weight)
         return self
 
     @property

@@ -24,7 +24,6 @@ OURS = MODULES | FOLDERS
 DATA = (
     "backends/cpp/*.cpp",
     "backends/cpp/*.h",
-    "backends/triton/*.cu",
     "backends/triton/measured/*.json",
     "server/*.html",
     "scripts/bench/*.cpp",

@@ -23,7 +23,6 @@ from torch import Tensor
 import reference
 from backends.library import is_plain, lib
 from backends.linear import fits_kernel
-from backends.triton import int4
 from backends.triton.launch import PART
 from quantize import Linear
 from reference import rms_norm
@@ -83,8 +82,6 @@ def lazy_matmul(
     values, squares = x if isinstance(x, UnnormalizedRows) else (x, None)
     if packed.dim() == 1:  # parts of several types, a launch each
         return None
-    if int4.is_fragments(packed):
-        return LazyMatmul(values, squares, packed, None)
     if scale is None and not fits_kernel(values, packed):
         return None
     return LazyMatmul(values, squares, packed, scale)
@@ -197,8 +194,6 @@ def rotary_cache_reference(
 
 
 def _outputs(packed: Tensor) -> int:
-    if int4.is_fragments(packed):
-        return int4.outputs_of(packed)
     return packed.shape[-2]  # of a weight, [N, K], and of codes, [blocks, N, columns]
 
 

@@ -7,16 +7,13 @@ file have a layout each; a weight of several types is flat, its parts behind eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from backends import switches
 from backends.library import lib
 from backends.linear import empty_product
-from backends.triton import int4
 from backends.triton.layout import (
     BLOCK_FORMS,
     COLUMNS,
@@ -44,7 +41,6 @@ lib.define("w8a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epil
 lib.define(
     "read_planes(Tensor packed, Tensor scale, Tensor ids, int K, ScalarType dtype) -> Tensor"
 )
-lib.define("w4a16_fragments(Tensor x, Tensor units, str epilogue) -> Tensor")
 lib.define(
     "blocks_a16(Tensor x, Tensor packed, Tensor scale, Tensor? lists, str epilogue) -> Tensor"
 )
@@ -83,18 +79,6 @@ def w4a16(
     packed_dtype = scale.dtype in (torch.int32, torch.float32)
     _check(x, packed, 4, packed_dtype and scale.shape[:-1] == packed.shape[:-1])
     return torch.ops.gpt_eagle.w4a16(x, packed, scale, lists, epilogue)
-
-
-def w4a16_fragments(
-    x: Tensor, units: Tensor, scale: None = None, lists: None = None, epilogue: str = "none"
-) -> Tensor:
-    """Multiply rows by int4 weights in the layout of the kernel in CUDA C++, as `w4a16`.
-
-    x: [..., K] bfloat16; units: from `backends.triton.int4.pack_fragments`
-    scale, lists: None: the units have their scales, and are of no expert
-    """
-    assert scale is None and lists is None
-    return torch.ops.gpt_eagle.w4a16_fragments(x, units, epilogue)
 
 
 def w8a16(
@@ -199,26 +183,11 @@ def _quantized_matmul_fake(
     return empty_product(x, packed, epilogue)
 
 
-lib.impl("w4a16_fragments", int4.multiply_plainly, "CPU")
-
-
-@torch.library.register_fake("gpt_eagle::w4a16_fragments", lib=lib)
-def _(x, units, epilogue):
-    shape, dtype = int4.like(x, units, epilogue)
-    return x.new_empty(shape, dtype=dtype)
-
-
 for _name in ("w4a16", "w8a16", "blocks_a16"):
     torch.library.register_fake(f"gpt_eagle::{_name}", _quantized_matmul_fake, lib=lib)
 
 
 # ------------------------------------------------------------------------------------------- table
-
-
-@cache
-def int4_kernel() -> str:
-    """Return the language of the int4 matmul that is asked for, read once (switches.py)."""
-    return switches.int4_kernel()
 
 
 class Int4Planes(CodesLayout):
@@ -238,28 +207,6 @@ class Int4Planes(CodesLayout):
     def unpack(self, weight: Weight) -> tuple[Tensor, Tensor]:
         codes = unpack_int4_planes(weight.data, weight.outputs, weight.inputs)
         return codes, unpack_scales(weight.scale, weight.inputs)
-
-    def for_decoding(self, weight: Weight) -> Weight:
-        """Return the weight for the kernel in CUDA C++, where that is asked for and takes it."""
-        if int4_kernel() == "triton" or weight.experts:
-            return weight
-        if not int4.takes(weight.outputs, weight.inputs, weight.data.device.index):
-            return weight
-        units = int4.pack_fragments(*self.unpack(weight))
-        part = Part("INT4_FRAGMENTS", weight.outputs, weight.group_size)
-        return Weight(units, (part,), weight.inputs)
-
-
-class Int4Fragments(CodesLayout):
-    """Codes of 4 bits as the kernel in CUDA C++ reads them, by `Int4Planes.for_decoding`."""
-
-    kernel = staticmethod(w4a16_fragments)
-
-    def __init__(self):
-        super().__init__("INT4_FRAGMENTS", "int4")
-
-    def unpack(self, weight: Weight) -> tuple[Tensor, Tensor]:
-        return int4.unpack_fragments(weight.data)
 
 
 class Int8Planes(CodesLayout):
@@ -318,7 +265,7 @@ def _numbers(weight: Weight, dtype: torch.dtype) -> Tensor:
 PLANES = {"int4": Int4Planes(), "int8": Int8Planes()}
 SCALES = {"int4": (torch.bfloat16, torch.int32), "int8": (torch.float32,)}
 OF_BLOCKS = [BlockPlanes(type, form) for type, form in BLOCK_FORMS.items()]
-LAYOUTS.update({x.name: x for x in (*PLANES.values(), Int4Fragments(), *OF_BLOCKS)})
+LAYOUTS.update({x.name: x for x in (*PLANES.values(), *OF_BLOCKS)})
 
 
 def pack_on_cuda(codes: Tensor, scale: Tensor, format: str) -> Weight:

@@ -22,7 +22,7 @@ FAMILIES = (
     "topk",  # scores: the best, the noise, the cuts of sampling
     "tree",  # drafts from scores and lookups, acceptance, slots, reports
 )
-CUDA_ONLY = ("GPT_EAGLE_GRAPHS", "GPT_EAGLE_INT4")
+CUDA_ONLY = ("GPT_EAGLE_GRAPHS",)
 
 
 def checked(families: Iterable[str]) -> set[str]:
@@ -62,14 +62,6 @@ def kind_of_tiles() -> str:
     return _one_of("GPT_EAGLE_TILES", ("auto", "none", "hardware", "emulation"))
 
 
-def int4_kernel() -> str:
-    """Return the language of the int4 matmul on CUDA that is asked for: triton or cuda (int4.cu).
-
-    Raises: ValueError for another name.
-    """
-    return _one_of("GPT_EAGLE_INT4", ("triton", "cuda"))
-
-
 def _one_of(name: str, choices: tuple[str, ...]) -> str:
     value = os.environ.get(name) or choices[0]  # the default
     if value not in choices:
@@ -84,12 +76,10 @@ def check() -> None:
     plain_families()
     is_on("GRAPHS")
     kind_of_tiles()
-    int4_kernel()
 
 
 def without_effect(device: str) -> list[str]:
     """Return the names of variables that are set and change nothing on a device."""
     if device.startswith("cuda"):
         return []
-    usual = (None, "", "1", "triton")
-    return [name for name in CUDA_ONLY if os.environ.get(name) not in usual]
+    return [name for name in CUDA_ONLY if os.environ.get(name) not in (None, "", "1")]

@@ -66,10 +66,6 @@ class Layout:
         codes, scale = self.unpack(weight)
         return pack(self.format, codes[ids], scale[ids])
 
-    def for_decoding(self, weight: Weight) -> Weight:
-        """Return the weight of a layer as the kernel of its device reads it."""
-        return weight
-
 
 LAYOUTS: dict[str, Layout] = {}  # by their names; the modules of the devices fill it
 
@@ -133,10 +129,6 @@ class Weight(NamedTuple):
     def take(self, ids: Tensor) -> Weight | Tensor:
         """Return some of the outputs, [R] int64; where their codes cannot be, as bfloat16."""
         return self.layout.take(self, ids)
-
-    def for_decoding(self) -> Weight:
-        """Return the weight of a layer as the kernel of its device reads it."""
-        return self.layout.for_decoding(self)
 
     @property
     def in_cpp(self) -> bool:

@@ -6,9 +6,6 @@
    heads, rotation and cache. Counters tell it, as in attention.py; equal runs give equal bits.
 3. Sums over features are pairwise, in an order that the code fixes: a compiler's own order depends
    on the tile, and so on the number of rows.
-
-The int4 matmul in CUDA C++ (int4.py) divides by a norm itself, and has a launch of its own for what
-follows it.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backends.triton import int4
 from backends.triton.attention import counters, is_last
 from backends.triton.launch import PART, Device, device_of
 from backends.triton.layout import form_of
@@ -35,7 +31,7 @@ from backends.triton.qmatmul import (
     product_tile,
     sizes_of,
 )
-from backends.triton.rotary import constants_of, rotary_cache, rotate_heads
+from backends.triton.rotary import constants_of, rotate_heads
 
 # `backends.epilogues.LazyMatmul`: x, the sums of squares by which to divide or None, weight, scales
 Product = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
@@ -252,11 +248,6 @@ def add_product(
     cut: None: as planned
     """
     x, _, packed, scale = product
-    if int4.is_fragments(packed):
-        delta = int4.multiply(x, packed, "fp32")
-        if weight is not None:
-            return add_unscaled(stream, delta, weight, eps)
-        return (stream + delta).to(x.dtype), x.new_empty(0), delta.new_empty(0)
     cut = cut or plan_of(x, packed, scale, gpu.device, "add")
     N, K = sizes_of(packed, form_of(packed, scale).bits)
     M = x.numel() // x.shape[-1]
@@ -307,9 +298,6 @@ def rotary_product(
     norms: two weights and epsilon, or (None, None, 0.0); cut: None: as planned
     """
     x, squares, packed, scale = product
-    if int4.is_fragments(packed):
-        qkv = int4.multiply(x, packed, "fp32", squares)
-        return rotary_cache(qkv.unflatten(-1, (-1, k.shape[3])), rope, k, v, slots, norms)
     cut = cut or plan_of(x, packed, scale, gpu.device, "rotary")
     N, K = sizes_of(packed, form_of(packed, scale).bits)
     F = x.shape[-1]

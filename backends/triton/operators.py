@@ -19,7 +19,6 @@ from backends.triton import (
     compact,
     epilogues,
     experts,
-    int4,
     ngram,
     noise,
     norm,
@@ -81,11 +80,6 @@ def _quantized_matmul(
         if lists is None:
             return qmatmul.matmul(x, packed, scale, device, epilogue)
         return experts.experts_product(x, packed, scale, lists, device)
-
-
-def _fragments(x: Tensor, units: Tensor, epilogue: str) -> Tensor:
-    with torch.cuda.device(x.device):
-        return int4.multiply(x, units, epilogue)
 
 
 def _read_planes(packed: Tensor, scale: Tensor, ids: Tensor, K: int, dtype: torch.dtype) -> Tensor:
@@ -194,7 +188,6 @@ ON_CUDA = {
     "w4a16": _quantized_matmul,
     "w8a16": _quantized_matmul,
     "blocks_a16": _quantized_matmul,
-    "w4a16_fragments": _fragments,
     "read_planes": _read_planes,
     "add_unscaled": _add_unscaled,
     "add_product": _add_product,

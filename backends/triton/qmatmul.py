@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backends.triton import int4
 from backends.triton.launch import Device, device_of
 from backends.triton.layout import form_of, inputs_of_block
 from backends.triton.plans import MAX_SPLITS, key_of, measured_on
@@ -738,7 +737,5 @@ def matmul(
 
     epilogue, squares: as for `run_product`
     """
-    if int4.is_fragments(packed):
-        return int4.multiply(x, packed, epilogue, squares)
     cut = plan_of(x, packed, scale, device, epilogue)
     return run_product(x, packed, scale, cut, epilogue, squares)

@@ -113,7 +113,6 @@ for name in "$@"; do
     bf16) climb bf16 165 "${BF16:-3,5}" --quant none --quant_draft int4 ;;
     int4) climb int4 115 "${INT4:-3,5}" --quant int4 ;;
     int4-32) climb int4-32 115 "${INT4:-3}" --quant int4 --group_size 32 ;;  # gpt-fast's default
-    int4-cuda) GPT_EAGLE_INT4=cuda climb int4-cuda 115 "${INT4:-3}" --quant int4 ;;  # int4.cu
     int8) climb int8 80 "${INT8:-5}" --quant int8 ;;
     sampled) climb sampled 60 3 --quant int4 --temperature 1 --methods vanilla,tree,chain,lookup ;;
     batch) climb batch 60 3 --quant int4 --batch_size 4 --methods vanilla,tree ;;

@@ -9,8 +9,7 @@ that holds NaN, and a row has to come out the same alone and among others. The t
 call in a captured graph: median and spread over replays, and the share of the ceiling, the bytes
 per second that the GPU reads (scripts/bench/measure.py). The graph goes through at least 200 MB of
 different data, so that no cache holds them, and with attention through the caches of 32 layers.
-Beside it stands torch's time where torch has the same, and beside int4 that of the kernel in CUDA
-C++ (backends/triton/int4.py), checked in the same way.
+Beside it stands torch's time where torch has the same.
 One JSON line is appended after every row; the table is printed at the end. A row that fails is
 recorded with its error, and the rest goes on unless the device is lost; the exit status is then 1,
 as for a wrong row.
@@ -68,7 +67,6 @@ import backends.triton.layout
 import backends.weight
 import reference
 from backends.linear import halves_product
-from backends.triton import int4
 from backends.triton.layout import (
     BLOCK_FORMS,
     INTEGER_BYTES,
@@ -113,7 +111,7 @@ class Layer(NamedTuple):
 
     product: Callable[[Tensor], Tensor]  # [M, K] bfloat16 -> [M, N]
     reference: Callable[[Tensor], Tensor]  # in fp32
-    peers: dict[str, Callable[[Tensor], Tensor]]  # by name: torch's, or int4's in CUDA C++
+    peer: Callable[[Tensor], Tensor] | None  # torch's, where it has one
     weight_bytes: int
 
 
@@ -154,20 +152,15 @@ def make_layer(form: str, N: int, K: int, group: int) -> Layer:
         return Layer(
             lambda x: halves_product(x, w, "none"),
             lambda x: x @ w.float().T,
-            {"torch": lambda x: F.linear(x, w)},
+            lambda x: F.linear(x, w),
             w.nbytes,
         )
     packed, scale = random_packed(form, N, K, group)
     product, reference = PRODUCTS[form]
-    peers = {}
-    if form == "int4" and packed.is_cuda and int4.runs_on(packed.device.index):
-        codes = backends.triton.layout.unpack_int4_planes(packed, N, K)
-        units = int4.pack_fragments(codes, backends.triton.layout.unpack_scales(scale, K))
-        peers["cuda"] = lambda x: int4.multiply(x, units)
     return Layer(
         lambda x: product(x, packed, scale),
         lambda x: reference(x, packed, scale),
-        peers,
+        None,
         packed.nbytes + scale.nbytes,
     )
 
@@ -195,29 +188,22 @@ def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float
 
 
 def product_error(layer: Layer, K: int, rows: list[int]) -> float:
-    """Compare a matmul of the last number of rows with its reference; in int4 both kernels.
+    """Compare a matmul of the last number of rows with its reference.
 
-    Returns: the relative error, the larger one
+    Returns: the relative error
     Raises: AssertionError where fewer rows alone have other bits.
     """
     x = torch.randn(rows[-1], K, dtype=torch.bfloat16, device="cuda")
-    want = layer.reference(x.float())  # [M, N]
-    ours = [layer.product, *(peer for name, peer in layer.peers.items() if name != "torch")]
-    return max(relative_error(_of_all_rows(product, x, rows), want) for product in ours)
-
-
-def _of_all_rows(product: Callable[[Tensor], Tensor], x: Tensor, rows: list[int]) -> Tensor:
-    """Multiply x, and check that fewer rows alone have the same bits."""
 
     def nan(*size: int, **options: object) -> Tensor:
         return torch.full(size, float("nan"), **options)
 
     with mock.patch.object(torch, "empty", nan):
-        together = product(x)
+        together = layer.product(x)
         for M in rows:
-            alone = product(x[:M])
+            alone = layer.product(x[:M])
             assert torch.equal(alone, together[:M]), "a row's bits depend on the other rows"
-    return together
+    return relative_error(together, layer.reference(x.float()))  # both [M, N]
 
 
 def copies_of(read_bytes: int, rotate_bytes: int) -> int:
@@ -247,7 +233,7 @@ class Contest(NamedTuple):
     """A kernel at one shape, beside its peer."""
 
     read_bytes: int  # that it must read; written ones too where it moves them
-    # calls over different data, of "ours", "torch" and "cuda"
+    # calls over different data, of "ours" and of "torch"
     methods: dict[str, list[Callable[[], object]]]
     error: Callable[[], float]  # of ours against the reference, relative
 
@@ -257,15 +243,15 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def product_contest(form: str, layer: str, M: int, group: int, rotate_bytes: int) -> Contest:
-    """Compare a matmul of M rows with the weights of a layer; in bf16 with torch's, too."""
+    """Compare a matmul of M rows with the weights of a layer; in bf16 with torch's."""
     N, K = LAYERS[layer]
     first = make_layer(form, N, K, group)
     copies = copies_of(first.weight_bytes, rotate_bytes)
     layers = [first, *(make_layer(form, N, K, group) for _ in range(copies - 1))]
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
     methods = {"ours": [partial(each.product, x) for each in layers]}
-    for name in first.peers:
-        methods[name] = [partial(each.peers[name], x) for each in layers]
+    if first.peer is not None:
+        methods["torch"] = [partial(each.peer, x) for each in layers]
     return Contest(first.weight_bytes, methods, partial(product_error, first, K, [1, M]))
 
 
@@ -492,7 +478,7 @@ def summary(rows: list[dict]) -> str:
 
     A cell has microseconds, bytes per second, and the share of the ceiling.
     """
-    lines = ["| kernel | rows | ours | torch | CUDA C++ |", "|---|---|---|---|---|"]
+    lines = ["| kernel | rows | ours | torch |", "|---|---|---|---|"]
     cells: dict[tuple[str, int], dict[str, str]] = {}  # by shape and method
     for r in rows:
         by_method = cells.setdefault((r["kernel"], r["M"]), {})
@@ -500,7 +486,7 @@ def summary(rows: list[dict]) -> str:
             rate = r["read_bytes"] / r["time_us"] / 1e3  # GB/s
             by_method[r["method"]] = f"{r['time_us']:.1f} us, {rate:.0f} GB/s, {r['share']:.0%}"
     for (kernel, M), by_method in cells.items():
-        shown = [by_method.get(method, "") for method in ("ours", "torch", "cuda")]
+        shown = [by_method.get(method, "") for method in ("ours", "torch")]
         lines.append(f"| {kernel} | {M} | {' | '.join(shown)} |")
     wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
     lines.append(f"\nwrong: {', '.join(sorted(wrong)) or 'none'}")

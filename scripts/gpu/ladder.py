@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
 
-from backends import switches
 from backends.switches import FAMILIES
 from run.options import DEMO, GenerateConfig, pick_device
 from run.parsing import one_line_errors, option, parse
@@ -272,7 +271,6 @@ def ladder(config: LadderConfig) -> None:
     label = {"part": "ladder"}
     for name in ("quant", "group_size", "inflate", "temperature", "batch_size"):
         label[name] = getattr(config, name)
-    label["int4"] = switches.int4_kernel()
     use_device: Callable[[], object] = torch.cuda.synchronize
     if config.device == "cpu":
         use_device = int

@@ -72,9 +72,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def weights_of(row: dict[str, Any]) -> str | None:
-    """Name the format of an attempt's weights, and the kernel if it is not the usual one."""
-    if row.get("int4") == "cuda":
-        return "int4 in CUDA C++"
+    """Name the format of an attempt's weights."""
     if row.get("group_size"):
         return f"{row['quant']} in groups of {row['group_size']}"
     return row.get("quant")
@@ -161,7 +159,7 @@ def ladder_rates(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield README's rows of our own rates: model, format, engine, tokens_per_s, tau."""
     best = {}
     for row in rows:
-        usual = row["temperature"] == 0 and row["batch_size"] == 1 and row.get("int4") != "cuda"
+        usual = row["temperature"] == 0 and row["batch_size"] == 1
         if usual and "tokens_per_s" in row and not row["fault"] and row["name"] in METHODS:
             form = format_of(row["quant"], row.get("group_size", 0))
             best[row["inflate"], form, METHODS[row["name"]]] = row  # a higher rung comes later

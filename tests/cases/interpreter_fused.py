@@ -9,8 +9,6 @@ import torch
 
 import backends.epilogues
 import backends.triton.epilogues
-import backends.triton.int4
-import backends.triton.layout
 import interpreted  # noqa: F401
 import reference
 from backends.epilogues import LazyMatmul, UnnormalizedRows
@@ -120,36 +118,6 @@ def test_a_product_is_rotated_and_cached(gpu, form, rows, heads, E, normed, spli
     norms = (*(1 + torch.randn(2, E) / 4), 1e-5) if normed else None
     got, want = rotated(gpu, weights, norm_of(rows, 384), heads, E, norms, splits)
     torch.testing.assert_close(got, want, **CLOSE)
-
-
-def test_the_work_behind_int4_in_cuda(gpu, monkeypatch):
-    """Its kernel is the plain one here: what follows it, the norm that it divides by, and a bias."""
-    monkeypatch.setattr(backends.triton.int4, "multiply", backends.triton.int4.multiply_plainly)
-    close = {"rtol": 1.6e-2, "atol": 2e-2}  # the interpreter cuts bfloat16 off
-    H, kv_heads, E, rows, K = 2, 1, 64, 5, 128
-    weights = quantized("int4-32", (H + 2 * kv_heads) * E, K)
-    scale = backends.triton.layout.unpack_scales(weights.scale, K)
-    codes = backends.triton.layout.unpack_int4_planes(weights.packed, len(scale), K)
-    units = backends.triton.int4.pack_fragments(codes, scale)
-    values, squares = norm_of(rows, K)
-    x = UnnormalizedRows(values.bfloat16(), squares)
-    y = weights.reference(x.values.float())
-    stream = torch.randn(rows, len(scale)).bfloat16()
-    weight = torch.rand(len(scale)).bfloat16()
-    product = LazyMatmul(x.values, None, units, None)
-    total, *norm = backends.triton.epilogues.add_product(product, stream, weight, 1e-5, gpu)
-    want, wanted = backends.epilogues.add_norm_reference(stream, y, weight, 1e-5)
-    torch.testing.assert_close([total, *norm], [want, *wanted], **close)
-    other, *_ = backends.triton.epilogues.add_product(product, weight, None, 0.0, gpu)
-    torch.testing.assert_close(other, (weight + y).bfloat16())
-    slots = torch.arange(rows)[None]
-    rope = rope_angles(torch.arange(E // 2) / E + 0.1, slots * 7)
-    ours, theirs = (tuple(torch.zeros(2, 1, kv_heads, rows, E).bfloat16()) for _ in range(2))
-    lazy = LazyMatmul(x.values[None], x.squares, units, None)
-    q = backends.triton.epilogues.rotary_product(lazy, rope, *ours, slots, (None, None, 0.0), gpu)
-    rows_of = UnnormalizedRows(x.values[None], x.squares)
-    want = backends.epilogues.rotary_cache_reference(y[None], rows_of, rope, *theirs, slots)
-    torch.testing.assert_close((q, *ours), (want, *theirs), **close)
 
 
 def test_a_row_has_the_same_bits_at_every_number_of_rows(in_order, gpu):

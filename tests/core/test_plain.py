@@ -222,7 +222,6 @@ def test_families_of_the_environment(monkeypatch):
 @pytest.mark.parametrize("name, value, message", [
     ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
     ("GRAPHS", "2", "GPT_EAGLE_GRAPHS must be 1 or 0; it is '2': correct or unset it"),
-    ("INT4", "ptx", "GPT_EAGLE_INT4 must be triton or cuda; it is 'ptx': correct or unset it"),
     ("TILES", "on", "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'"),
 ])  # fmt: skip
 def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):

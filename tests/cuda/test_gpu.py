@@ -27,7 +27,6 @@ import reference
 import sampling
 import windows
 from backends.epilogues import LazyMatmul, UnnormalizedRows
-from backends.triton import int4
 from backends.triton.layout import BLOCK_FORMS, SUPER
 from decode import build_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
@@ -136,7 +135,6 @@ test_a_layers_kernels_one_after_the_other[int4-128-26]
 test_a_layers_kernels_one_after_the_other[Q4_K-26]
 test_rotary_cache[heads1-True]
 test_a_compiled_product[int4-128]
-test_int4_in_cuda[int4-128]
 test_eight_of_128_experts[int4-128]
 test_product_with_experts[float-torch.bfloat16-1023-1024]
 test_captured_experts_follow_the_routing[int4-60]
@@ -471,39 +469,6 @@ def test_a_row_has_the_same_bits_beside_any_others(form, dtype, N, K):
     for rows in (1, 5, 16, 17, 26, 32, 33, 60, 64, 65):
         assert torch.equal(weights.operator(x[:rows]), whole[:rows]), rows
         assert torch.equal(weights.operator(x[-rows:]), whole[-rows:]), rows
-
-
-@pytest.mark.parametrize("form", ["int4-128", "int4-32", "int4-64-zeros"])
-def test_int4_in_cuda(form):
-    """Values, bits beside any other rows, and replays of dependent launches one behind the other."""
-    if not int4.runs_on(0):
-        pytest.skip("this device is too old, or torch has brought no NVRTC")
-    layers = []
-    for N, K in ((4096, 11008), (11008, 4096)):
-        weights = quantized(form, N, K, "cuda")
-        codes = backends.triton.layout.unpack_int4_planes(weights.packed, N, K)
-        layers.append(
-            int4.pack_fragments(codes, backends.triton.layout.unpack_scales(weights.scale, K))
-        )
-        x = torch.randn(64, K, device="cuda").bfloat16()
-        whole = int4.multiply(x, layers[-1])
-        check_product(whole, weights.reference(x.float()), torch.bfloat16, form)
-        for rows in (1, 2, 6, 8, 9, 17, 32, 60):
-            assert torch.equal(int4.multiply(x[:rows], layers[-1]), whole[:rows]), rows
-            assert torch.equal(int4.multiply(x[-rows:], layers[-1]), whole[-rows:]), rows
-
-    def chain(y: torch.Tensor) -> torch.Tensor:
-        for units in layers * 8:
-            y = int4.multiply(y, units)
-        return y
-
-    x = torch.randn(1, 11008, device="cuda").bfloat16()
-    want = chain(x)
-    graph, got = captured(lambda: chain(x))
-    for _ in range(200):
-        got.fill_(0)
-        graph.replay()
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("form", BLOCK_FORMS)

@@ -174,11 +174,10 @@ def test_one_run_makes_the_rows_of_readme(tmp_path):
         "temperature": 0.0,
         "batch_size": 1,
     }
-    base |= {"int4": "triton", "group": "captured", "tau": 6.0, "fault": ""}
+    base |= {"group": "captured", "tau": 6.0, "fault": ""}
     ladder_rows = [
         base | {"name": "vanilla", "tokens_per_s": 400.0, "cycle_ms": 2.5},
         base | {"name": "vanilla", "tokens_per_s": 500.0, "cycle_ms": 2.0, "group": "compiled"},
-        base | {"name": "vanilla", "tokens_per_s": 600.0, "cycle_ms": 1.6, "int4": "cuda"},
         base | {"name": "vanilla", "tokens_per_s": 700.0, "cycle_ms": 1.4, "temperature": 1.0},
         base | {"name": "tree", "tokens_per_s": 1500.0, "cycle_ms": 4.0},
         base | {"name": "chain", "tokens_per_s": 900.0, "cycle_ms": 3.0, "fault": "differs"},
