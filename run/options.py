@@ -389,9 +389,7 @@ class GenerateConfig(Options):
         "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
         "default: Q4_0 and Q8_0, as others were not timed",
     )
-    threads: int = setting(
-        0, "CPU threads; 0: as many as cores", least=0, most=processors(), short="t"
-    )
+    threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, most=processors())
     inflate: str = setting(
         "",
         "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",

@@ -25,7 +25,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from options import MOST, NOTES, PREFIX, fail, log_note, one_line, option, refuse_words, require
+from options import MOST, NOTES, PREFIX, fail, option, refuse_words, require
 from options import one_line_errors as mistakes_in_one_line
 
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -33,20 +33,6 @@ SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several t
 SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
 # of requirements.txt
 PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
-# flags of the last release, which still work (`_OldFlag`): what is written now
-OLD = dict.fromkeys(
-    (
-        "accept", "datastore", "draft_store", "group_size", "inflate", "num_samples", "profile",
-        "quant_draft", "results",
-        "show_drafts", "threads", "trace", "verbose",
-    ),
-    "--set {name}={value}",
-) | {
-    "tree_file": "--tree {value}",
-    "tree_depth": "--tree auto:{value}, chain:{value} or dynamic:{value}",
-    "tree_topk": "--tree auto:,{value} or dynamic:,{value}",
-    "tree_size": "--tree auto:,,{value} or dynamic:,,{value}",
-}  # fmt: skip
 
 
 setting = partial(option, rare=True)  # for `--set`
@@ -189,19 +175,6 @@ class _OneName(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _OldFlag(argparse.Action):
-    """Take the flag of an option that is now written otherwise, and say how. For one release."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
-    ) -> None:
-        option_name = self.option_strings[0].removeprefix("--")
-        value = "true" if self.nargs == 0 else values
-        spelling = str(self.const).format(name=option_name, value=value)
-        log_note(one_line(f"{name} is now {spelling}"))
-        namespace.set = [*getattr(namespace, "set", []), f"{option_name}={value}"]
-
-
 def parse(
     options: type,
     program: str,
@@ -342,9 +315,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add `--set`, where there are rare options, and the flags that such options once had."""
-    rare = {f.name: f for f in fields(options) if f.metadata["rare"] and f.metadata["flag"]}
-    if not rare:
+    """Add `--set`, where there are rare options."""
+    if not any(f.metadata["rare"] and f.metadata["flag"] for f in fields(options)):
         return
     help = (
         "an option without a flag, as dtype=float32; benchmarks/README.md lists them; it may be "
@@ -352,13 +324,6 @@ def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
     )
     group = parser.add_argument_group("for measurements")
     group.add_argument("--set", action="append", metavar="NAME=VALUE", help=help)
-    for name in OLD.keys() & rare.keys():
-        f = rare[name]
-        names = [f"--{name}", f"-{f.metadata['short']}"] if f.metadata["short"] else [f"--{name}"]
-        arguments: dict[str, Any] = {"action": _OldFlag, "dest": "set", "const": OLD[name]}
-        if f.type == "bool":
-            arguments["nargs"] = 0
-        parser.add_argument(*names, help=argparse.SUPPRESS, **arguments)
 
 
 def _drop_output() -> None:

@@ -367,10 +367,10 @@ def assert_refused(capsys, message: str, *argv: str) -> None:
 def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
     """Killed after its first results, in the middle of a line at worst; the file ends up as if it had not been."""
     file, whole = tmp_path / "r.jsonl", tmp_path / "whole.jsonl"
-    command = [sys.executable, "generate.py", *BASE, "--prompt_file", str(prompts), "--results"]
+    command = [sys.executable, "generate.py", *BASE, "--prompt_file", str(prompts), "--set"]
     root = Path(program.__file__).parents[1]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    killed = subprocess.Popen([*command, str(file)], cwd=root, **silent)
+    killed = subprocess.Popen([*command, f"results={file}"], cwd=root, **silent)
     until = time.monotonic() + 120
     while time.monotonic() < until and killed.poll() is None:
         if file.exists() and file.read_text().count("\n") >= 2:
@@ -381,9 +381,9 @@ def test_a_killed_run_goes_on(tmp_path, prompts, capsys):
     lines = file.read_text().splitlines()
     assert 2 <= len(lines) < 9
     file.write_text("\n".join(lines)[:-20])  # a line that was cut
-    main([*command[2:], str(file)])
+    main([*command[2:], f"results={file}"])
     assert f"{len(lines) - 1} of 9 results are in" in capsys.readouterr().err
-    main([*command[2:], str(whole)])
+    main([*command[2:], f"results={whole}"])
     assert sorted(file.read_text().splitlines()) == sorted(whole.read_text().splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Options: flags, `--set`, forms of `--tree`, old spellings, and every user's mistake as one line."""
+"""Options: flags, `--set`, forms of `--tree`, and every user's mistake as one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draft_tree import parse_tree
 from run import parsing
 from run.generate import generate, load, main
 from run.options import DEMO, ROOT, GenerateConfig
-from run.parsing import OLD, parse, processors
+from run.parsing import parse, processors
 from server.options import ServeConfig
 
 FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]
@@ -130,47 +130,10 @@ def test_settings_are_checked_as_flags_are(capsys, text, message):
 
 def test_a_server_has_no_options_of_a_single_run(capsys):
     assert read("--set draft_store=x --tree chain:3", ServeConfig).draft_store == "x"
-    for line in ("--set trace=x", "--set prompt=x", "--trace x"):
+    for line in ("--set trace=x", "--set prompt=x"):
         with pytest.raises(SystemExit):
             read(line, ServeConfig)
         assert capsys.readouterr().err.count("\n") == 1
-
-
-# -------------------------------------------------------- old spellings, to be deleted with parsing.OLD
-
-VALUES = {"accept": "residual", "dtype": "float32", "quant_draft": "int8", "threads": "1"}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_an_old_spelling_works_and_says_the_new_one(capsys, name):
-    field = next(f for f in fields(GenerateConfig) if f.name == name)
-    if field.type == "bool":
-        lines, value, said = [f"--{name}"], True, f"--set {name}=true"
-    else:
-        value = "3" if field.type == "int" else "there"
-        value = VALUES.get(name, value)
-        lines = [f"--{name} {value}", f"--{name}={value}", f"--{name.replace('_', '-')} {value}"]
-        said = f"--set {name}={value}"
-        value = int(value) if field.type == "int" else value
-    told = {
-        "tree_file": "--tree there", "tree_depth": "--tree auto:3, chain:3 or dynamic:3",
-        "tree_topk": "--tree auto:,3 or dynamic:,3", "tree_size": "--tree auto:,,3 or dynamic:,,3",
-    }  # fmt: skip
-    for line in lines:
-        assert read(line) == GenerateConfig(**{name: value})
-        assert capsys.readouterr().err == f"note: --{name} is now {told.get(name, said)}\n"
-
-
-def test_every_flag_of_the_last_release_is_there(capsys):
-    """Those of its --help; -t, which llama.cpp has, too."""
-    last = """checkpoint inflate draft head draft_checkpoint datastore draft_store tree tree_file
-        tree_depth tree_topk tree_size accept prompt prompt_file prompt_ids interactive show_drafts chat system
-        grammar max_new_tokens stop temperature top_k top_p min_p seed ignore_eos num_samples batch_size context kv
-        quant group_size quant_draft compile plain threads device dtype verbose compare json results trace profile"""
-    new = {"repetition_penalty"}
-    assert set(shlex.split(last)) | new == set(OLD) | {f.name for f in FLAGS}
-    assert read("-t1").threads == 1
-    assert capsys.readouterr().err == "note: -t is now --set threads=1\n"
 
 
 # ----------------------------------------------------------------------------------------- mistakes

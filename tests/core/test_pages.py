@@ -250,7 +250,7 @@ def test_options_in_sentences_exist(monkeypatch, capsys):
         text = BLOCK.sub("", page.read_text(encoding="utf-8"))
         fragments = [span for span in SPAN.findall(text) if span.startswith("--")]
         for flag in set(re.findall(r"(?<!\S)--\w+", " ".join(fragments))) - known - {"--set"}:
-            with suppress(SystemExit):  # an old spelling, which no help shows, may lack its value
+            with suppress(SystemExit):  # a flag that no help shows may lack its value
                 read_command([flag])
             fault = capsys.readouterr().err
             assert "unrecognized" not in fault, (page.name, flag)

@@ -448,7 +448,7 @@ def test_a_file_beside_a_directory(block_file, tmp_path, pair, temperature, comp
 
 
 def test_another_format_for_the_draft(block_file, capsys):
-    """--quant_draft none means the file's own bits, as --quant none."""
+    """quant_draft=none means the file's own bits, as --quant none."""
     path = str(block_file("Q4_K"))
     options = {"checkpoint": path, "draft_checkpoint": path, "draft": "model", "device": "cpu"}
     for chosen, form in (

@@ -529,7 +529,7 @@ def test_the_drafts_lm_head(target, draft):
 
 
 def test_a_saved_target_leaves_the_draft_its_group_size(tmp_path):
-    """--group_size of --quant_draft int4 is not replaced by what an int8 checkpoint does not have."""
+    """group_size of quant_draft=int4 is not replaced by what an int8 checkpoint does not have."""
     out = quantized(TARGET, tmp_path / "out", Quantization("int8"))
     options = GOLDEN_PAIR | {"checkpoint": str(out)}
     engine = load(quant_draft="int4", group_size=32, **options)
