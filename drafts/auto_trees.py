@@ -5,8 +5,6 @@ Not here: the choice among them (autosize.py), and a drafter at rest (deferred.p
 
 from __future__ import annotations
 
-from typing import Any
-
 from draft_tree import DynamicTree, StaticTree, candidates
 from drafters import Drafter, TreeDrafter
 from drafts.autosize import AutoTrees, TreeShape
@@ -71,15 +69,12 @@ def cut(shape: TreeShape, levels: int) -> TreeShape:
     return TreeShape(depth, shape.topk, min(shape.size, 1 + candidates(depth, shape.topk)))
 
 
-def with_trees(
-    method: DraftMethod, target: Transformer, config: GenerateConfig, tokenizer: Any
-) -> DraftMethod:
+def with_trees(method: DraftMethod, target: Transformer, config: GenerateConfig) -> DraftMethod:
     """Return a method that grows a tree as one that chooses among trees, and none, by speed.
 
     On one CPU a head's method also has trees of a lookup.
-    Raises: ValueError for a store of texts that does not fit.
     """
-    kept = texts_for(config, target, tokenizer)
+    kept = texts_for(config, target)
     lookup = None
     if kept is not None:
         lookup = NgramDrafter(Ngram(kept=kept))

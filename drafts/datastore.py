@@ -11,8 +11,10 @@ Not here: the trees (rest_draft.py).
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, bisect_right
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -32,7 +34,7 @@ class Datastore:
     def __init__(self, file: Path, vocabulary: str, size: int):
         """Open a file.
 
-        vocabulary: `drafts.kept_texts.vocabulary_of` the target's tokenizer; size: V
+        vocabulary: `vocabulary_of` the target's tokenizer; size: V
         Raises: ValueError for a file that is no datastore of this vocabulary.
         """
         self.name = f"--set datastore: {file}"
@@ -81,6 +83,14 @@ class Datastore:
         tokens = self.tokens[np.minimum(behind, n - 1)]
         require(not tokens.size or -1 <= tokens.min() <= tokens.max() < self.size, fault)
         return tokens
+
+
+def vocabulary_of(tokenizer: Any, size: int) -> str:
+    """Return a digest of the tokens. tokenizer: None where only ids go in and out; size: V"""
+    digest = hashlib.sha256(str(size).encode())
+    for piece in tokenizer.token_bytes() if tokenizer else ():
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()
 
 
 def common(a: list[int], b: list[int]) -> int:

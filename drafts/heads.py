@@ -24,7 +24,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     if config.inflate:
         added["source"] = load_part("extension", "stand_in").head_source(config, target)
     if spec_of(config).searches_text:
-        kept = texts_for(config, target, tokenizer)
+        kept = texts_for(config, target)
         added["graft"] = Ngram.from_config(config, kept)
         policy = PresetPolicy(kept)
     form = (config.quant_draft, config.group_size)

@@ -20,14 +20,12 @@ DRAFTERS = {
         trees=(),
         scores_children=False,
         searches_text=True,
-        keeps_texts=True,
         source="lookup",
     ),
     "recycling": DraftMethodSpec(
         "drafts.recycling_draft",
         trees=("auto", "static"),
         scores_children=False,
-        keeps_texts=True,
         static_size_option=True,
         residual=False,
         many_ranks=False,
@@ -57,7 +55,6 @@ DRAFTERS = {
         head=True,
         trees=("dynamic",),
         searches_text=True,
-        keeps_texts=True,
         source="head with lookup",
     ),
 }

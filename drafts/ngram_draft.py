@@ -262,6 +262,6 @@ class NgramDrafter(PresetDrafter):
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
-    """Make `--draft ngram`. Raises: ValueError for a store that does not fit."""
-    kept = texts_for(config, target, tokenizer)
+    """Make `--draft ngram`."""
+    kept = texts_for(config, target)
     return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device).method()

@@ -4,8 +4,8 @@
    of every node that is verified, those of rejected nodes too, which are computed anyway.
 2. A tree of fixed shape grows from the root, level by level: child r of a node is successor r of
    its token. Where a token has never been verified, its children are no nodes.
-3. The matrix belongs to the model: it serves all sequences of a batch and later requests, and
-   draft_store keeps it between runs. A further request changes the speed and never a token.
+3. The matrix belongs to the model: it serves all sequences of a batch and later requests. A further
+   request changes the speed and never a token.
 
 It needs no model and no search. `--tree auto` picks among trees of several sizes, and none, by
 their measured speed; `--tree static` verifies one, by default the paper's 80 nodes cut to 64.
@@ -26,7 +26,6 @@ from torch import Tensor
 from draft_tree import MAX_NODES, DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
-from drafts.kept_texts import PastTexts, texts_for
 from drafts.presets import PresetDrafter, PresetPolicy, pick_and_rank
 from model import Transformer
 from reference import ancestors
@@ -62,8 +61,6 @@ def recycling_paths(size: int) -> tuple[tuple[int, ...], ...]:
 class RecyclingDrafter(PresetDrafter):
     """Proposes a static tree over the matrix of successors."""
 
-    kept: PastTexts | None = None  # takes the texts of past requests
-
     def __init__(self, tree: StaticTree, matrix: Tensor):
         """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
         self.matrix = matrix
@@ -87,7 +84,7 @@ class RecyclingDrafter(PresetDrafter):
         ]
 
     def method(self) -> DraftMethod:
-        policy = AutoTrees(kept=self.kept) if self.smaller else PresetPolicy(self.kept)
+        policy = AutoTrees() if self.smaller else PresetPolicy()
         pick = partial(pick_and_rank, ranks=RANKS)
         return PresetMethod(self.presets, self.resolved_options(), pick, policy)
 
@@ -131,12 +128,9 @@ def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
-    """Make `--draft recycling`. Raises: ValueError for a tree or a store that does not fit."""
+    """Make `--draft recycling`. Raises: ValueError for a tree that does not fit."""
     matrix = empty_matrix(target.config.vocab_size, target.norm.weight.device)
-    drafter = drafter_of(config, matrix)
-    if config.draft_store:
-        drafter.kept = texts_for(config, target, tokenizer, matrix)
-    return drafter.method()
+    return drafter_of(config, matrix).method()
 
 
 def drafter_of(config: GenerateConfig, matrix: Tensor) -> RecyclingDrafter:

@@ -20,8 +20,7 @@ import torch
 from draft_tree import MAX_NODES, DraftTree
 from drafters import DraftInputs
 from drafts.autosize import AutoTrees
-from drafts.datastore import LENGTH, LONGEST, Datastore
-from drafts.kept_texts import vocabulary_of
+from drafts.datastore import LENGTH, LONGEST, Datastore, vocabulary_of
 from drafts.presets import PresetDrafter
 from model import Transformer
 from options import require

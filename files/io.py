@@ -288,10 +288,9 @@ def check_out(out: Path, overwrite: bool, need_bytes: int = 0) -> None:
 # ---------------------------------------------------------------------- writing
 
 
-def replace_file(path: Path, write: Callable[[Path], Any], private: bool = False) -> None:
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Write under a temporary name, then rename: a kill or a full disk keeps the old file.
 
-    private: a file that is new is its owner's alone
     The new file has the old one's mode. A link stays, and the file that it names is replaced. A
     device or a queue is written into.
     """
@@ -306,12 +305,10 @@ def replace_file(path: Path, write: Callable[[Path], Any], private: bool = False
             # users that may not read the old file may not read the temporary one
             mode = stat.S_IMODE(real.stat().st_mode)
             temporary.touch(mode | stat.S_IWUSR)
-        elif private:
-            temporary.touch(0o600)
         write(temporary)
         if real.exists():
             shutil.copymode(real, temporary)
-        elif not private:
+        else:
             set_usual_mode(temporary)
         os.replace(temporary, real)
     finally:

@@ -347,7 +347,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
             log_note(f"the tree is dynamic, as {reason}")
         return load_part("ranks", "split_lm_head")(target, method)
     if spec.scores_children and config.tree_shape == "auto" and config.draft != "none":
-        return load_part("extension", "auto").with_trees(method, target, config, tokenizer)
+        return load_part("extension", "auto").with_trees(method, target, config)
     return method
 
 

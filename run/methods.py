@@ -24,8 +24,7 @@ class DraftMethodSpec(NamedTuple):
     # values of --tree, its default first; (): it has trees of its own
     trees: tuple[str, ...] = ("auto", "dynamic", "static", "chain")
     scores_children: bool = True  # by itself, so that it takes the options of trees
-    searches_text: bool = False  # for its drafts
-    keeps_texts: bool = False  # it drafts from past requests, too
+    searches_text: bool = False  # that so far and those of past requests, for its drafts
     static_size_option: bool = False  # its static trees have tree_size nodes
     residual: bool = True  # it takes accept=residual
     many_ranks: bool = True  # it runs under torchrun

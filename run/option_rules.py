@@ -26,13 +26,6 @@ def only_with(draft: str) -> Need:
 
 # the draft
 HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head)
-STORE = Need(  # under the residual rule the drafts of past requests would change the tokens
-    "belongs to lookups and recycling with accept=exact; use --draft ngram",
-    lambda o: (
-        o.accept == "exact"
-        and (spec_of(o).keeps_texts or (o.tree_shape == "auto" and spec_of(o).scores_children))
-    ),
-)
 INFLATABLE = Need(
     "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
     lambda o: o.checkpoint != type(o).checkpoint,

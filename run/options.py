@@ -59,7 +59,6 @@ from run.option_rules import (
     RULE,
     SAMPLED,
     SIZED,
-    STORE,
     TEXT,
     XTC,
     only_with,
@@ -404,11 +403,6 @@ class GenerateConfig(Options):
         ("none", *FORMAT_NAMES),
         needs=(GROWS,),
     )
-    draft_store: str = setting(
-        "",
-        "file that stores finished texts, so that later runs draft from them too",
-        needs=(STORE,),
-    )
     datastore: str = setting(
         "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
     )
@@ -584,10 +578,9 @@ class GenerateConfig(Options):
         require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         has_text = self.prompt is None or self.prompt.strip() != ""
         require(has_text, "--prompt is empty; give it some text")
-        for flag, value in self._flags(("results", "draft_store")):
-            fault = f"{flag} is read again by the next run; name a file instead of -"
-            require(value != "-", fault)
-        outputs = ("draft_store", "json", "results", "trace", "profile")
+        fault = "--set results is read again by the next run; name a file instead of -"
+        require(self.results != "-", fault)
+        outputs = ("json", "results", "trace", "profile")
         check_outputs(dict(self._flags(outputs)))
 
     def _flags(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:

@@ -131,8 +131,6 @@ def check(config: GenerateConfig) -> None:
         refused["--tree auto"] = "it goes by the ranks' clocks, which differ: use --tree dynamic"
     if config.results:
         refused["--set results"] = "one process may read and write it: use --json"
-    if config.draft_store:
-        refused["--set draft_store"] = "one process may read and write it: start one"
     if config.grammar:
         refused["--grammar"] = "its masks are made in one process: start one"
     if config.interactive:

@@ -35,7 +35,7 @@ DECIDES = (
 # With the residual rule every option of the drafter decides them too. These never do; of the
 # device only its kind does (`_facts`).
 DECIDES_NOTHING = (
-    "batch_size", "compare", "compile", "device", "draft_store", "interactive", "json",
+    "batch_size", "compare", "compile", "device", "interactive", "json",
     "num_samples", "profile", "prompt", "prompt_file", "prompt_ids", "results", "show_drafts",
     "threads", "trace", "verbose",
 )  # fmt: skip

@@ -46,8 +46,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from drafts.datastore import LONGEST
-from drafts.kept_texts import vocabulary_of
+from drafts.datastore import LONGEST, vocabulary_of
 from files.config import read_config
 from files.fetch import fetched
 from files.tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ Trade-off: on CUDA three kinds of cycles are compiled, and under a schema no cap
 `draft: false` in a request decodes without drafting.
 Completions, too, end at the stop ids of the model's chat template, as with --chat.
 Lookups search the texts of all clients: no text changes, but its speed tells whether another began
-alike, and draft_store keeps them on disk.
+alike.
 Not here: TLS. The default address is reached from this machine alone; with another --host give an
 --api_key, and put a proxy before it.
 """

@@ -87,7 +87,7 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     if engine.option("quant") != "none":  # as it was loaded
         config = replace(config, quant=engine.option("quant"))
     engine = with_draft(engine, config, str(engine.device))
-    if isinstance(engine.policy, PresetPolicy) and not config.draft_store:
+    if isinstance(engine.policy, PresetPolicy):
         engine.policy.kept = None  # every prompt is the first request
     return warm_up(build_cycles(engine))
 

@@ -350,9 +350,9 @@ def test_attention_of_pytorch_is_told(capsys):
     assert "attention" not in capsys.readouterr().err
 
 
-def test_what_a_model_without_a_head_may_be_given(tmp_path):
-    """The lookup drafts by itself, and keeps its texts where they are named."""
-    engine = load(checkpoint=TARGET, device="cpu", draft_store=str(tmp_path / "store"))
+def test_a_model_without_a_head_has_the_lookup():
+    """It drafts by itself, and keeps texts of past requests."""
+    engine = load(checkpoint=TARGET, device="cpu")
     assert engine.option("draft") == "ngram" and engine.policy.kept is not None
 
 

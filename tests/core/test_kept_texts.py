@@ -1,10 +1,7 @@
-"""Texts of past requests: their order, their file, and that drafts from them change no token."""
+"""Texts of past requests: their order, and that drafts from them change no token."""
 
 from __future__ import annotations
 
-import gc
-import json
-import stat
 from dataclasses import replace
 
 import pytest
@@ -13,10 +10,9 @@ import torch
 from draft_tree import DecodedTokens, DynamicTree
 from drafters import RootOnly
 from drafts import ngram_draft
-from drafts.kept_texts import MOST_BYTES, RUN, PastTexts
+from drafts.kept_texts import RUN, PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter
 from drafts.presets import PresetPolicy
-from drafts.recycling_draft import empty_matrix
 from eagle_draft import EagleDrafter
 from helpers import (
     PROMPTS,
@@ -25,18 +21,13 @@ from helpers import (
     golden_head,
     golden_run,
     golden_target,
-    refused,
 )
 from reference import TORCH
-from run import generate
 from run.generate import load
 from run.observer import Observer, PresetMethod
 from run.options import DEMO
 from run.session import Session
 from run.warm_up import _prefill_each_width
-
-VOCABULARY = "ab" * 32
-SIZE = 9
 
 
 def texts_of(kept: PastTexts) -> list[list[int]]:
@@ -128,116 +119,7 @@ def test_a_traced_lookup_reads_the_buffer(monkeypatch):
     assert found == [[False, False], [True, False]]
 
 
-# ------------------------------------------------------------------------------------------ the file
-
-
-def opened(file, vocabulary: str = VOCABULARY) -> PastTexts:
-    kept = PastTexts(successors=empty_matrix(SIZE, "cpu"))
-    kept.keep_in(file, vocabulary, SIZE)
-    return kept
-
-
-def test_a_file_keeps_texts_between_runs(tmp_path):
-    file = tmp_path / "store"
-    one = opened(file)
-    two = opened(file)  # of another process
-    one.add([1, 2])
-    two.add([3, 4, 8])
-    two.successors[5, :2] = torch.tensor([6, 7])
-    del one
-    assert json.loads(file.read_text())["texts"] == [[1, 2]]
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    del two
-    assert json.loads(file.read_text())["texts"] == [[3, 4, 8]], "the last one wins"
-    before = file.read_bytes()
-    again = opened(file)
-    assert texts_of(again) == [[3, 4, 8]]
-    assert again.successors[5].tolist() == [6, 7] + [-1] * 6 and again.successors.sum() == 13 - 78
-    file.unlink()
-    del again
-    assert not file.exists(), "nothing has changed, so that nothing is written"
-    file.write_bytes(b"")
-    again = opened(file)  # an empty file is begun
-    again.add([3, 4, 8])
-    again.successors[5, :2] = torch.tensor([6, 7])
-    del again
-    assert file.read_bytes() == before
-
-
-def test_a_store_that_cannot_be_written_is_a_note(tmp_path, capsys):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    kept = opened(folder / "store")
-    kept.add([1])
-    folder.rmdir()
-    del kept
-    note = capsys.readouterr().err
-    assert note.startswith("note: --set draft_store: cannot write") and note.count("\n") == 1
-
-
-GOOD = {"vocabulary": VOCABULARY, "texts": [[1, 2], [3]], "successors": [[4, 5]]}
-WRONG = {
-    "cut short": (json.dumps(GOOD)[:-5], "cut short"),
-    "other text": ("def f(): pass", "is no store"),
-    "a list": ("[]", "is no store"),
-    "other keys": ('{"texts": []}', "is no store"),
-    "a token alone": (json.dumps(GOOD | {"successors": [4, 5]}), "is no store"),
-    "a successor beyond": (json.dumps(GOOD | {"successors": [[4, SIZE]]}), "not 0 to 8"),
-    "an empty text": (json.dumps(GOOD | {"texts": [[]]}), "is no store"),
-    "no list": (json.dumps(GOOD | {"texts": {"a": 1}}), "is no store"),
-    "other vocabulary": (json.dumps(GOOD | {"vocabulary": "cd" * 32}), "of another tokenizer"),
-    "a token beyond": (json.dumps(GOOD | {"texts": [[1, SIZE]]}), "not 0 to 8"),
-    "a token below": (json.dumps(GOOD | {"texts": [[-1]]}), "not 0 to 8"),
-    "no number": (json.dumps(GOOD | {"texts": [[True]]}), "not 0 to 8"),
-    "too large": (" " * (MOST_BYTES + 1), "has more than the 33554432 bytes"),
-    "no text": (b"\xff", "is not UTF-8"),
-}
-
-
-def test_files_that_are_no_store_are_refused_and_stay(tmp_path):
-    for name, (content, fault) in WRONG.items():
-        file = tmp_path / name
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        before = file.read_bytes()
-        with pytest.raises(ValueError, match=fault) as caught:
-            opened(file)
-        assert str(caught.value).startswith("--set draft_store: ") and "\n" not in str(caught.value)
-        assert file.read_bytes() == before, name
-
-
-COMMAND = ["--checkpoint", DEMO, "--device", "cpu", "--max_new_tokens", "24", "--prompt", "def f("]
-
-
-@pytest.mark.parametrize("draft", [("ngram",), ("recycling", "--tree", "static")])
-def test_a_store_on_the_command_line(draft, tmp_path, capsys):
-    file = tmp_path / "store"
-    told = []
-    for _ in range(2):
-        generate.main(
-            [*COMMAND, "--set", "verbose=true", "--draft", *draft, "--set", f"draft_store={file}"]
-        )
-        gc.collect()
-        told.append(capsys.readouterr())
-    store = json.loads(file.read_text())
-    (text,) = store["texts"]
-    assert len(text) > 24 and bool(store["successors"]) == (draft[0] == "recycling")
-    assert told[0].out == told[1].out
-    taus = [each.err.rpartition("tau ")[2].split()[0] for each in told]
-    first, second = map(float, taus)
-    assert second > 1.5 * first
-
-
-def test_stores_that_the_command_line_refuses(tmp_path, capsys):
-    store = ("--set", f"draft_store={tmp_path / 'store'}")
-    faults = {
-        ("--draft", "none"): "draft_store belongs to lookups",
-        ("--draft", "eagle", "--tree", "chain"): "use --draft ngram",
-        ("--draft", "ngram", "--temperature", "1", "--set", "accept=residual"): "accept=exact",
-        ("--draft", "ngram", "--set", f"draft_store={tmp_path}"): "is a directory",
-        ("--draft", "ngram", "--set", "draft_store=-"): "name a file instead of -",
-    }
-    for flags, fault in faults.items():
-        assert fault in refused(capsys, generate.main, [*COMMAND, *store, *flags]), flags
+# ------------------------------------------------------------------------------------- what is kept
 
 
 def test_warming_up_keeps_nothing():
@@ -266,7 +148,7 @@ def test_a_turn_that_is_ended_early_is_kept():
     assert texts_of(kept) == [session.history[0]] and len(session.history[0]) > len(PROMPTS[0])
 
 
-def test_without_a_file_texts_stay_in_memory():
+def test_loading_a_lookup_keeps_texts():
     options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 4}
     assert load(**options).policy.kept is not None, "lookup beside the bundled head"
     assert type(load(**options, draft="eagle", tree="chain").policy) is Observer

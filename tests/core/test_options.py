@@ -129,7 +129,7 @@ def test_settings_are_checked_as_flags_are(capsys, text, message):
 
 
 def test_a_server_has_no_options_of_a_single_run(capsys):
-    assert read("--set draft_store=x --tree chain:3", ServeConfig).draft_store == "x"
+    assert read("--set datastore=x --tree chain:3", ServeConfig).datastore == "x"
     for line in ("--set trace=x", "--set prompt=x"):
         with pytest.raises(SystemExit):
             read(line, ServeConfig)

@@ -178,7 +178,6 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
             "large groups": options_of(mixture, "none", quant="int4"),
             "auto": options_of("llama", "eagle", tree="auto"),
             "results": options_of("llama", "none", results="results.jsonl"),
-            "store": options_of("llama", "ngram", draft_store="store.json"),
             "interactive": options_of("llama", "none", interactive=True),
             "queue": options_of("llama", "none", prompt_file="/dev/null"),
         },
@@ -283,7 +282,6 @@ def test_what_ranks_refuse(quick):
         "queue": "--prompt_file /dev/null cannot go with torchrun: all ranks read it: use a file",
         "auto": "--tree auto cannot go with torchrun: it goes by the ranks' clocks, which differ: use --tree dynamic",
         "results": "--set results cannot go with torchrun: one process may read and write it: use --json",
-        "store": "--set draft_store cannot go with torchrun: one process may read and write it: start one",
         "interactive": "--interactive cannot go with torchrun: there is one keyboard: use --prompt_file with turns",
     }
 
