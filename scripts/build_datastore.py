@@ -11,7 +11,7 @@
 
 A token takes 8 bytes in the file, and some 48 bytes of memory while it is built: 10 million tokens
 half a gigabyte. The model must be the one that decodes, or one with the same tokenizer.
-Source: REST (arXiv 2311.08252). Not here: the search (drafts/datastore.py).
+Source: REST (arXiv 2311.08252). Not here: the search (drafts/rest_draft.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from drafts.datastore import LONGEST, vocabulary_of
+from drafts.rest_draft import LONGEST, vocabulary_of
 from files.config import read_config
 from files.fetch import fetched
 from files.tokenizer import load_tokenizer

@@ -31,9 +31,9 @@ from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from drafts.auto_trees import with_smaller_trees
-from drafts.datastore import vocabulary_of
 from drafts.model_draft import ModelDrafter
 from drafts.ngram_draft import Ngram, NgramDrafter
+from drafts.rest_draft import vocabulary_of
 from eagle_draft import EagleDrafter
 from helpers import (
     GOLDEN,

@@ -19,10 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from draft_tree import StaticTree
 from drafters import DecodedTokens, DraftInputs, RootOnly
-from drafts.datastore import Datastore
 from drafts.lookahead_draft import LookaheadDrafter
 from drafts.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
-from drafts.rest_draft import RestDrafter
+from drafts.rest_draft import Datastore, RestDrafter
 from drafts.rest_draft import load_method as load_rest
 from helpers import (
     LOOP,
