@@ -319,7 +319,7 @@ def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
     if not any(f.metadata["rare"] and f.metadata["flag"] for f in fields(options)):
         return
     help = (
-        "an option without a flag, as dtype=float32; benchmarks/README.md lists them; it may be "
+        "an option without a flag, as accept=residual; benchmarks/README.md lists them; it may be "
         "given several times"
     )
     group = parser.add_argument_group("for measurements")
