@@ -34,19 +34,19 @@ from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree
 from drafters import Drafter, RootOnly
 from eagle_draft import EagleDrafter, load_head
 from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
-from options import Sampling, part_or, require
+from options import Sampling, parse_prompt_ids, part_or, require
 from quantize import Quantization, Storage, WeightFiles, load_weights
 from reference import choose, use_backend
+from runtime import pick_device
 
 DEMO_PROMPT = "def read_lines(path):"
 CPU_TREE = StaticTree.chain(3)  # a pass over many rows costs more there
 CUDA_TREE = DynamicTree()
-LIBRARY = ("load", "generate", "stream")
 
 
 def __getattr__(name: str) -> Any:
     """Return a function of the library, which the folder run/ has."""
-    if name in LIBRARY and has_part("library", name):
+    if has_part("library", name):
         return load_part("library", name)
     raise AttributeError(f"generate.py has no {name}; load, generate and stream are in run/")
 
@@ -64,10 +64,8 @@ class Tokenizer:
             self.fast = TokenizersFile.from_file(str(path / "tokenizer.json"))
             return
         model = path / "tokenizer.model"
-        require(
-            model.is_file(),
-            f"{path} has no tokenizer.model and no tokenizer.json; use --prompt_ids",
-        )
+        fault = f"{path} has no tokenizer.model and no tokenizer.json; use --prompt_ids"
+        require(model.is_file(), fault)
         self.pieces = SentencePieceProcessor(model_file=str(model))
 
     def encode(self, text: str) -> list[int]:
@@ -90,6 +88,8 @@ def tree_of(options: Options, on_cuda: bool) -> StaticTree | DynamicTree:
         return CUDA_TREE if on_cuda else CPU_TREE
     own = parse_tree(options.tree)
     require("tree_file" not in own, "--tree: reading a file is in the folder run/; restore it")
+    numbers = [value for value in own.values() if isinstance(value, int)]
+    require(all(numbers), f"the numbers of --tree must be at least 1; it is {options.tree}")
     depth = own.get("tree_depth", CUDA_TREE.depth)
     if own["tree"] == "dynamic":
         topk = own.get("tree_topk", CUDA_TREE.topk)
@@ -125,8 +125,7 @@ def load_engine(options: Options) -> Engine:
 
     Raises: ValueError for anything wrong with options or files.
     """
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    device = torch.device(pick_device(options.device))
     path = Path(options.checkpoint)
     target = load_target(path, options, device)
     head = options.head or str(path.with_name(f"{path.name}-eagle"))
@@ -216,7 +215,7 @@ def run(options: Options) -> None:
     require(path.is_dir() or has_part("reader", "model"), f"{fault}; restore it")
     tokenizer = None
     if options.prompt_ids is not None:
-        prompt = [int(word) for word in options.prompt_ids.split(",")]
+        prompt = parse_prompt_ids(options.prompt_ids)
     else:
         text = options.prompt or (DEMO_PROMPT if options.checkpoint == DEMO else None)
         require(text is not None, "there is no prompt; give --prompt or --prompt_ids")

@@ -452,7 +452,7 @@ class Transformer(nn.Module):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """What `run_part` calls beside `embed`: the layers, or what a program has for them."""
+        """The layers, or a program's segments in their place, for `run_part` after `embed`."""
         return self.layers if self.program is None else self.program.segments
 
     def embed(self, tokens: Tensor, positions: Tensor, window: Window | None) -> Rows:

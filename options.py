@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,7 +114,7 @@ def part_or(kind: str, name: str, otherwise: Any) -> Any:
 
 def refuse_words(program: str, message: str) -> NoReturn:
     """End the program on a mistake in its options, which a missing folder may explain."""
-    gone = [f"{name}/" for name in FOLDERS if name in WITH_OPTIONS and name not in present()]
+    gone = [f"{name}/" for name in WITH_OPTIONS if name not in present()]
     if gone and message.startswith(("unrecognized", "argument --draft", "argument --tree")):
         message += f"; more are in the folder {', '.join(gone)}: restore what is missing"
     fail(program, f"{message}; see --help")
@@ -261,6 +262,14 @@ def read_options(argv: list[str] | None = None) -> Options:
             require(least is None or least <= value <= f.metadata["most"], fault)
         require(0 < given.top_p <= 1, f"--top_p must be in (0, 1]; it is {given.top_p}")
     return given
+
+
+def parse_prompt_ids(text: str) -> list[int]:
+    """Read the token ids of `--prompt_ids`. Raises: ValueError for another text."""
+    parts = text.replace(" ", "").split(",")
+    fault = f"--prompt_ids must be numbers like 5,17,3; it is {text!r}"
+    require(all(re.fullmatch(r"-?\d+", part) for part in parts), fault)
+    return [int(part) for part in parts]
 
 
 # ---------------------------------------------------------------------- notes and mistakes

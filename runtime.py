@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from options import log_note
+from options import log_note, require
 
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
@@ -35,6 +35,29 @@ OPTIONS = {
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,
 }
+
+
+def pick_device(name: str) -> str:
+    """Check a device name, or choose one. Raises: ValueError when there is no such device."""
+    if not name:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
+    if kind == "cpu":
+        return name
+    unavailable = f"--device {name}: this machine or this torch has no CUDA device; use cpu"
+    require(torch.cuda.is_available(), unavailable)
+    count = torch.cuda.device_count()
+    index = torch.device(name).index or 0
+    last = f"cuda:{count - 1}"
+    require(
+        index < count,
+        f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks",
+    )
+    return name
 
 
 class Replay:

@@ -1,10 +1,10 @@
-"""What the layouts of all devices share: zero points, files' groups, plain matmuls, embeddings.
+"""The layouts of all devices share these: zero points, groups, plain matmuls, embeddings.
 
-strips.py has the layouts of a CPU, planes.py those of CUDA; `Weight` stands in the
-place of `quantize.Codes`. On a
-CPU rows beside codes are rounded to 8 bits, outliers to 15 (with K types 13), with a scale per row
-and block of K, and all dot products are in integers. On CUDA a row keeps 16 bits. A row's result
-does not depend on the other rows, bit for bit. The references here are plain.
+strips.py has the layouts of a CPU, planes.py those of CUDA; `Weight` stands in the place of
+`quantize.Codes`. On a CPU rows beside codes are rounded to 8 bits, outliers to 15 (with K types
+13), with a scale per row and block of K, and all dot products are in integers. On CUDA a row keeps
+16 bits. A row's result does not depend on the other rows, bit for bit. The references here are
+plain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What requests may change of the distribution beyond the flat files: cuts, biases and penalties.
+"""Cuts, biases and penalties: requests change the distribution by more than the flat files do.
 
 `Shaping` is an `Engine.shaping`, which sampling.py asks where a sequence has such parameters. The
 order of everything is: biases and penalties (penalties.py), temperature, top-n-sigma, top-k,

@@ -1,4 +1,4 @@
-"""What the folder backends/ knows of this machine, and what holds without that folder.
+"""The folder backends/ answers these questions about the machine; defaults hold without it.
 
 Without it there are no C++ operators, no huge pages, no packed blocks, and no switches of them.
 """

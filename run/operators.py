@@ -1,4 +1,4 @@
-"""What a session asks of the machine: a clock, threads, a compiler. A backend may have others."""
+"""A session's clock, threads and compiler. A backend may have others."""
 
 from __future__ import annotations
 

@@ -653,25 +653,7 @@ def _usual_topk_and_size(on_cuda: bool, quant: str, dtype: str) -> tuple[int, in
 
 
 def pick_device(name: str) -> str:
-    """Check a device name, or choose one. Raises: ValueError when there is no such device."""
-    import torch
+    """Call `pick_device` of runtime.py, which imports torch. Raises: as it does."""
+    from runtime import pick_device as pick
 
-    if not name:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = ""
-    require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
-    if kind == "cpu":
-        return name
-    unavailable = f"--device {name}: this machine or this torch has no CUDA device; use cpu"
-    require(torch.cuda.is_available(), unavailable)
-    count = torch.cuda.device_count()
-    index = torch.device(name).index or 0
-    last = f"cuda:{count - 1}"
-    require(
-        index < count,
-        f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks",
-    )
-    return name
+    return pick(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from files.io import LocalError, parse_json, parse_jsonl, read_named
-from options import DEMO, one_line, require
+from options import DEMO, one_line, parse_prompt_ids, require
 from run.option_rules import SAMPLED
 from run.options import DEFAULT, GenerateConfig, Sampling
 from run.parsing import SEVERAL, by_names, check_kinds
@@ -43,7 +43,7 @@ def read_prompts(config: GenerateConfig) -> list[Conversation]:
     Raises: ValueError for a file that cannot be read or holds no prompt.
     """
     if config.prompt_ids is not None:
-        return [_parse_ids(config.prompt_ids)]
+        return [parse_prompt_ids(config.prompt_ids)]
     if config.prompt == "-":
         text = sys.stdin.read()
         require(text.strip() != "", "--prompt -: standard input is empty; give it some text")
@@ -92,13 +92,6 @@ def _check_grammar(source: str | dict) -> None:
     except ValueError as error:
         fault = str(error)
     require(not fault, f"the grammar is refused: {one_line(fault)}; correct it")
-
-
-def _parse_ids(text: str) -> list[int]:
-    parts = text.replace(" ", "").split(",")
-    if not all(re.fullmatch(r"-?\d+", part) for part in parts):
-        raise ValueError(f"--prompt_ids must be numbers like 5,17,3; it is {text!r}")
-    return [int(part) for part in parts]
 
 
 def _default_prompt(checkpoint: str) -> str:

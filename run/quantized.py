@@ -1,4 +1,4 @@
-"""What quantize.py does once its command is read: round a directory, and say how to run it."""
+"""Round a directory for the command of quantize.py, and say how to run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading fills in where the options leave it open: the draft, its format, its tree."""
+"""Fill in what the options leave open: the draft, its format, its tree."""
 
 from __future__ import annotations
 

@@ -146,3 +146,15 @@ def test_readme_counts_the_flat_files():
     for file in FLAT:
         lines = len(file.read_text().splitlines())
         assert abs(int(rows[file.name].replace(",", "")) - lines) <= lines / 10, file.name
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["--device abacus", "--prompt_ids a,b", "--tree chain:0", "--tree bush", "--head nowhere"],
+)
+def test_a_mistake_in_the_flat_files_is_one_line(tmp_path, mistake):
+    """No traceback, and the line has the value."""
+    command = [sys.executable, "generate.py", *DEMO, "--draft", "eagle", *mistake.split()]
+    done = subprocess.run(command, cwd=copied(tmp_path), capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and mistake.split()[1] in lines[0], lines
