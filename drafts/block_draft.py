@@ -32,14 +32,14 @@ from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab
 from drafts.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
 from drafts.correlator import Correlator
-from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
-from files.checkpoint import WeightFiles, saved_quantization
+from drafts.level_draft import LevelDrafter, fill_head, head_options, last_of, tree_of
+from files.checkpoint import WeightFiles
 from files.heads import head_files, is_same_embedding
 from files.io import is_gguf
 from kv_cache import KVCache, Window, causal_window
-from model import RotaryEmbeddings, Transformer, windows_of
-from quantize import Linear, Quantization, Storage, load_weights
-from reference import TORCH, use_backend
+from model import Transformer, windows_of
+from quantize import Linear, Quantization
+from reference import TORCH
 from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
 from run.options import GenerateConfig
@@ -420,20 +420,16 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     quant: quantize while loading, unless the files are quantized already
     Raises: ValueError for a head of another target, or broken files.
     """
-    weight = target.norm.weight
     form = quant.format if quant else "none"
     files = head_files(path, form) if is_gguf(path) else WeightFiles(path)
     config = read_block_head(files, target.config)
     with torch.device("meta"):
         head = BlockHead(config)
-    head.vocab = read_vocab(files, config, weight.device)
-    storage = Storage(weight.dtype, str(weight.device), saved_quantization(files.config) or quant)
-    load_weights(head, files, block_names(config), storage, is_unused)
-    head.ropes = RotaryEmbeddings(config.model.ropes, weight.device)
+    head.vocab = read_vocab(files, config, target.norm.weight.device)
+    fill_head(head, target, files, block_names(config), quant, is_unused, config.model)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
-    use_backend(head, target.backend)
-    return head.eval()
+    return head
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:

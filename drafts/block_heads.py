@@ -51,12 +51,12 @@ from files.heads import (
     check_sizes,
     drafted_ids,
     layer_config,
+    note_keys,
     order_rows,
 )
 from files.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
 from files.weights import check_layers
 from model import ModelConfig, layer_names
-from options import log_note
 
 TAPS = Rule(
     "a list of layers, whole numbers from -1 (the embedding) on",
@@ -432,10 +432,7 @@ def _print_notes(path: Path, keys: dict) -> None:
     records = (HFArchitecture, HFConfig, HFSwiGLU, HFBlockHead, HFNestedBlockHead, HFCorrelator)
     known = NEUTRAL | TRAINING | OFF.keys()
     known |= {declared.name for record in records for declared in fields(record)}
-    unknown = sorted(keys.keys() - known)
-    if unknown:
-        listed = ", ".join(unknown)
-        log_note(f"{path}: keys of config.json without effect here: {listed}")
+    note_keys(path, keys.keys() - known)
 
 
 def block_names(config: BlockConfig) -> dict[str, tuple[str, ...]]:

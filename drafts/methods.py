@@ -8,8 +8,8 @@ from __future__ import annotations
 from run.methods import MTP, DraftMethodSpec
 
 DRAFTERS = {
-    "medusa": DraftMethodSpec("drafts.medusa_draft", head=True),
-    "hydra": DraftMethodSpec("drafts.hydra_draft", head=True),
+    "medusa": DraftMethodSpec("drafts.token_draft", head=True),
+    "hydra": DraftMethodSpec("drafts.token_draft", head=True),
     "block": DraftMethodSpec("drafts.block_draft", head=True),
     MTP: DraftMethodSpec("drafts.mtp_draft", head=True, source="MTP layer"),
     "assistant": DraftMethodSpec(

@@ -322,7 +322,7 @@ def load_head(
     files = HeadFiles(path, source)
     config = read_head(files, target.config)
     ids = draft_vocab(files, config)
-    print_notes(files, config)
+    note_keys(path, keys_without_effect(files.config, config))
     with torch.device("meta"):
         head = _make(config)
     if ids is not None:
@@ -383,15 +383,14 @@ def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -
     return model
 
 
-def print_notes(files: HeadFiles, config: EagleConfig) -> None:
-    """Print the keys of config.json without effect here, if there are any."""
-    unknown = _keys_without_effect(files.config, config)
-    if unknown:
-        listed = ", ".join(sorted(unknown))
-        log_note(f"{files.path}: keys of config.json without effect here: {listed}")
+def note_keys(path: Path, unknown: Iterable[str]) -> None:
+    """Print the keys of a head's config.json without effect here, if there are any."""
+    listed = ", ".join(sorted(unknown))
+    if listed:
+        log_note(f"{path}: keys of config.json without effect here: {listed}")
 
 
-def _keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
+def keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
     """Return the keys of a head's config.json that nothing reads and that are not neutral."""
     parts: list[tuple[dict, tuple[type, ...]]]  # an object in it, and the records of its keys
     if config.eagle3:

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 
 from drafts.block_draft import BlockHead
 from drafts.block_heads import BlockConfig
-from drafts.hydra_draft import HydraHeads
-from drafts.medusa_draft import MedusaHeads
+from drafts.token_draft import Heads, MedusaHeads, make_heads
 from files.checkpoint import WeightFiles
-from files.token_heads import TokenHeads, hydra_names, medusa_names
+from files.token_heads import TokenHeads
 from files.weights import export_weights
 from helpers import GOLDEN, golden_target
 from model import ModelConfig, Transformer
@@ -35,13 +34,12 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
     c = target.config
     own = kind in ("medusa", "hydra", "hydra++")
     prefix = dense_layer(target) if kind == "hydra++" else None
-    shape = TokenHeads(3, 2, c.dim, c.vocab_size, own, prefix=prefix)
     method = "medusa" if kind.startswith("medusa") else "hydra"
-    heads = MedusaHeads(shape) if method == "medusa" else HydraHeads(shape)
+    shape = TokenHeads(method, 3, 2, c.dim, c.vocab_size, own, prefix=prefix)
+    heads = make_heads(shape)
     with torch.no_grad():
         start_as_identity(heads, target)
-    names = medusa_names(shape) if method == "medusa" else hydra_names(shape)
-    tensors = export_weights(heads, names, c, torch.bfloat16)
+    tensors = export_weights(heads, shape.names(), c, torch.bfloat16)
     keys = {f"{method}_num_heads": shape.heads, f"{method}_num_layers": shape.layers}
     if method == "medusa":
         keys |= {} if own else {"version": "2"}
@@ -53,25 +51,25 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
     (out / "config.json").write_text(json.dumps(keys))
 
 
-def start_as_identity(heads: MedusaHeads | HydraHeads, target: Transformer) -> None:
+def start_as_identity(heads: Heads, target: Transformer) -> None:
     """Set the weights of new heads: the linear residual of Hydra's first block passes the feature on."""
     for lm_head in heads.lm_heads:
         lm_head.weight.copy_(target.lm_head.weight)
         if lm_head.bias is not None:
             lm_head.bias.zero_()
-    blocks = heads.first if isinstance(heads, MedusaHeads) else heads.mlps
-    for part in (blocks, getattr(heads, "deeper", None)):
-        for module in part.modules() if part else ():
-            if isinstance(module, Linear):
-                module.weight.zero_()
-                module.bias.zero_()
-    if isinstance(heads, HydraHeads) and heads.prefix:
+    for module in (*heads.first.modules(), *heads.deeper.modules()):
+        if isinstance(module, Linear):
+            module.weight.zero_()
+            module.bias.zero_()
+    if heads.prefix:
         for layer in (heads.prefix[0].wo, heads.prefix[0].w2):
             layer.weight.zero_()
+    if isinstance(heads, MedusaHeads):
+        return
     dim = target.config.dim
-    for mlp in getattr(heads, "mlps", ()):
-        mlp[0].weight[dim:].normal_(std=0.02)
-        mlp[0].weight[dim:, :dim] += torch.eye(dim)
+    for first in heads.first:
+        first.weight[dim:].normal_(std=0.02)
+        first.weight[dim:, :dim] += torch.eye(dim)
 
 
 def write_draft_model(out: Path, model: str) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 import sampling
 from draft_tree import EAGLE1_PATHS, DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
-from drafts import hydra_draft, medusa_draft
+from drafts import token_draft
 from drafts.noise import DRAFT
 from drafts.residual import sample_children
 from files.head_kinds import head_kind
@@ -156,10 +156,7 @@ def official(tmp_path_factory):
 def drafter_of(folder: Path, tree: DynamicTree | StaticTree, **options):
     """The drafter of a folder in fp32."""
     target = golden_target()
-    made, load_heads = hydra_draft.HydraDrafter, hydra_draft.load_heads
-    if head_kind(folder) == "medusa":
-        made, load_heads = medusa_draft.MedusaDrafter, medusa_draft.load_heads
-    return made(load_heads(folder, target), target, tree, **options)
+    return token_draft.drafter_of(token_draft.load_heads(folder, target), target, tree, **options)
 
 
 def features_of(tokens: list[int]):
@@ -278,7 +275,7 @@ def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
 def test_quantize_rounds_heads_as_loading_does(official, kind, tmp_path):
     folder = official[kind][1]
     target = golden_target()
-    load_heads = (medusa_draft if kind.startswith("medusa") else hydra_draft).load_heads
+    load_heads = token_draft.load_heads
     quantize_directory(folder, tmp_path / "int8", Quantization("int8"))
     stored = load_heads(tmp_path / "int8", target)
     rounded = load_heads(folder, target, Quantization("int8"))
@@ -292,7 +289,7 @@ def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
     shutil.copytree(official["medusa"][1], tmp_path / "heads")
     config = {"medusa_num_heads": 2, "medusa_num_layers": 2, "tree_decoding": 1}
     (tmp_path / "heads/config.json").write_text(json.dumps(config))
-    assert medusa_draft.load_heads(tmp_path / "heads", golden_target()).config.heads == D
+    assert token_draft.load_heads(tmp_path / "heads", golden_target()).config.heads == D
     notes = capsys.readouterr().err
     assert "the weights hold 4 heads" in notes and "without effect here: tree_decoding" in notes
 
