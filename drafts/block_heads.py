@@ -19,7 +19,7 @@ Not here: modules (drafts/block_draft.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,11 +51,11 @@ from files.heads import (
     check_sizes,
     drafted_ids,
     layer_config,
+    layers_of,
     note_keys,
     order_rows,
 )
 from files.keys import FULL, KINDS, SLIDING, HFConfig, HFSwiGLU
-from files.weights import check_layers
 from model import ModelConfig, layer_names
 
 TAPS = Rule(
@@ -206,7 +206,7 @@ def read_block_head(files: TensorSource, target: ModelConfig) -> BlockConfig:
     with naming(path / "config.json"):
         keys = read_keys(files.config)
         hf = read_fields(keys, HFBlockHead)
-        model = _read_layers(path, keys, hf, tensors)
+        model = _read_layers(files, keys, hf, tensors)
         correlator = _read_correlator(keys, hf, model)
     _share_injections(files, model.n_layers)
     by_speculators = "speculators_model_type" in keys
@@ -284,9 +284,11 @@ def in_files(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _read_layers(path: Path, keys: dict, hf: HFBlockHead, tensors: set[str]) -> BlockModel:
+def _read_layers(files: TensorSource, keys: dict, hf: HFBlockHead, tensors: set[str]) -> BlockModel:
     """Read the settings of the layers. Raises: ValueError for kinds or sizes that do not fit."""
-    model = layer_config(path, keys | {"use_sliding_window": False})  # a window bounds no context
+    # a window bounds no context
+    model = layer_config(files.path, keys | {"use_sliding_window": False})
+    model = replace(model, n_layers=layers_of(files))
     kinds = hf.layer_types or [FULL] * model.n_layers
     if len(kinds) != model.n_layers:
         raise ValueError(f"layer_types must name {model.n_layers} layers; it names {len(kinds)}")
@@ -399,7 +401,6 @@ def _check_weights(files: TensorSource, config: BlockConfig) -> None:
             f"{path}: config.json is a block drafter's, and the weights are not: they have no "
             "hidden_norm.weight; give every head its own directory"
         )
-    check_layers(config.model, files)
     dim = config.model.dim
     inputs = _inputs_of(files, "fc.weight")
     taps = len(config.aux_layers)

@@ -9,8 +9,8 @@
 Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec
 (`layers.0.`), speculators (the same, and a config of the layer inside the config), NeMo
 (`model.layers.0.`); of versions 1 and 2: the official one, and speculators' (`transformer.`). A
-norm, a bias, an embedding or an LM head in the weights is used, even against config.json. With
-`mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
+norm, a bias, an embedding or an LM head in the weights is used, even against config.json, as is
+their number of layers. With `mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
 Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators (P-EAGLE: the
 package speculators 0.9.0, models/peagle).
 Not here: modules (eagle_variants.py, eagle_draft.py).
@@ -43,7 +43,6 @@ from files.fields import (
 from files.io import is_gguf, read_json
 from files.keys import HFConfig, HFSwiGLU
 from files.untrusted import load_pickle, read_untrusted
-from files.weights import check_layers
 from model import ModelConfig, Transformer
 from options import load_part, log_note, require
 from quantize import BLOCKS, Quantization, decode
@@ -286,8 +285,7 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
         config = read_eagle2(path, files.config)
     else:
         config = load_part("reader", "eagle3").read_eagle3(files, target.n_layers)
-    config = replace(config, model=_with_own_layers(config.model, files, target.n_layers))
-    check_layers(config.model, files)
+    config = replace(config, model=replace(config.model, n_layers=layers_of(files)))
     dim = config.model.dim
     eagle3 = config.eagle3
     width = dim
@@ -370,17 +368,13 @@ def check_sizes(
         require(ours == theirs, f"{fault}; use the head made for this target")
 
 
-def _with_own_layers(model: ModelConfig, files: HeadFiles, target_layers: int) -> ModelConfig:
-    """Return a head's shape with the layers in its files, where its config counts the target's.
+def layers_of(files: TensorSource) -> int:
+    """Count the layers in a head's files.
 
-    The official code makes one layer and does not read num_hidden_layers.
+    The official code makes one layer, and config.json may count the target's.
     """
-    names = [*files.readers, *files.quantized]
-    numbers = [re.match(r"layers\.(\d+)\.", name) for name in names]
-    count = 1 + max((int(number[1]) for number in numbers if number), default=0)
-    if model.n_layers > count and (files.midlayer or model.n_layers == target_layers):
-        return replace(model, n_layers=count)
-    return model
+    found = [re.match(r"layers\.(\d+)\.", name) for name in (*files.readers, *files.quantized)]
+    return len({match[1] for match in found if match} | {"0"})  # a midlayer is layer 0
 
 
 def note_keys(path: Path, unknown: Iterable[str]) -> None:

@@ -89,7 +89,8 @@ def write_head(path: Path, kind: str, changes: dict | None = None, **tensors) ->
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])
 def test_scores_are_the_official_ones(kind, tmp_path):
-    drafter = drafter_of(write_head(tmp_path / "head", kind))
+    """Also where config.json counts the target's layers."""
+    drafter = drafter_of(write_head(tmp_path / "head", kind, {"num_hidden_layers": 8}))
     trace = recorded()
     for number, (state, inputs) in enumerate(drafts(drafter)):
         ours = drafter.level_scores(state, inputs)[0]
@@ -340,7 +341,7 @@ WRONG = [
     ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4, 7]}}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
     ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [1, 0, 3, 4, 6]}}, {}, "must ascend"),
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layer_types has sliding_attention, and there is no window"),
-    ("dflash", {"num_hidden_layers": 3}, {}, "layer_types must name 3 layers; it names 2"),
+    ("dflash", {"layer_types": ["full_attention"] * 3}, {}, "layer_types must name 2 layers; it names 3"),
     ("dspark", {"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
     ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
     ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
