@@ -473,7 +473,7 @@ def test_exports_that_are_refused(capsys, files, tmp_path):
     random = weights(fc=(256, 1024))
     cases = {
         "four": (four, {"fc.weight": random["fc.weight"]}, "takes 4 layers' hidden states, not 3"),
-        "biases": ({}, {"fc.bias": torch.zeros(256)}, "llama.cpp cannot run this head, which has biases"),
+        "biases": ({}, {"fc.bias": torch.zeros(256)}, "the layout gguf has no place for a head that has biases"),
         "large": ({}, {"norm.weight": torch.full((256,), 1e6)}, "norm.weight has numbers beyond 16 bits"),
         "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "RoPE of the kind yarn"),
         "missing": ({"norm_before_fc": True}, {}, "the weights input_norm.weight are missing"),

@@ -110,7 +110,7 @@ def test_block_drafters_are_read_back_as_the_same_head(layout, kind, rank, tmp_p
         ("version 1", "sglang", "of version 1 or 2"),
         ("there", "sglang", "exists; give --overwrite"),
         ("there", "gguf", "must end in .gguf"),
-        ("block", "gguf", "block drafters are not written as GGUF"),
+        ("block", "gguf", "no place for a head that is a block drafter"),
     ],
 )
 def test_what_a_layout_has_no_place_for_is_refused_and_nothing_written(
