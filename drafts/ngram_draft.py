@@ -254,9 +254,7 @@ class NgramDrafter(PresetDrafter):
     def rewind(self, state: Lookup, length: Tensor) -> Lookup:
         return replace_fields(state, root=torch.full_like(state.root, -1))
 
-    def propose(self, state: Lookup, inputs: DraftInputs) -> DraftTree:
-        if self.size == 1:
-            return self.backend.root_tree(inputs.text)
+    def propose_nodes(self, state: Lookup, inputs: DraftInputs) -> DraftTree:
         pool = Candidates(*state[:3])
         return self.backend.select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 

@@ -9,7 +9,7 @@ The texts of finished turns go to the lookup (kept_texts.py), once the engine is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 import sampling
 from decode import CycleResult
-from draft_tree import DrafterUpdate
-from drafters import Drafter
+from draft_tree import DraftTree
+from drafters import Drafter, DrafterUpdate, DraftInputs
 from drafts.ngram_estimates import Lookup
 from model import Transformer
 from run.engine import Engine
@@ -40,6 +40,32 @@ class PresetDrafter(Drafter):
     def name(self) -> str:
         """The name of its tree in a report."""
         return "none" if self.size == 1 else f"tree of {self.size}"
+
+    def resolved_options(self) -> dict[str, Any]:
+        """Return the settings by option name."""
+        return {"tree_size": self.size, "tree_depth": self.depth}
+
+    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
+        if self.size == 1:
+            return self.backend.root_tree(inputs.text)
+        return self.propose_nodes(state, inputs)
+
+    def propose_nodes(self, state: Any, inputs: DraftInputs) -> DraftTree:
+        """Propose a tree of more nodes than the root."""
+        raise NotImplementedError
+
+
+def with_smaller(
+    make: Callable[[int], PresetDrafter], usual: Sequence[int], size: int
+) -> PresetDrafter:
+    """Make a drafter with presets of the usual sizes below its own, and one without a tree.
+
+    make: of a number of nodes, root included; size: 0: the largest usual one
+    """
+    size = size or usual[-1]
+    drafter = make(size)
+    drafter.smaller = tuple(make(each) for each in (1, *usual) if each < size)
+    return drafter
 
 
 def lookup_of(drafter_state: Any) -> Lookup | None:

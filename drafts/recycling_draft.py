@@ -26,11 +26,11 @@ from torch import Tensor
 from draft_tree import MAX_NODES, DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
-from drafts.presets import PresetDrafter, PresetPolicy, pick_and_rank
+from drafts.presets import PresetDrafter, pick_and_rank, with_smaller
 from model import Transformer
 from reference import ancestors
 from run.draft_method import DraftMethod
-from run.observer import PresetMethod
+from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig
 
 RANKS = 8  # successors kept per token
@@ -84,12 +84,9 @@ class RecyclingDrafter(PresetDrafter):
         ]
 
     def method(self) -> DraftMethod:
-        policy = AutoTrees() if self.smaller else PresetPolicy()
+        policy = AutoTrees() if self.smaller else Observer()
         pick = partial(pick_and_rank, ranks=RANKS)
         return PresetMethod(self.presets, self.resolved_options(), pick, policy)
-
-    def resolved_options(self) -> dict[str, Any]:
-        return {"tree_size": self.size, "tree_depth": self.depth}
 
     def extend(self, state: Any, update: DrafterUpdate) -> Any:
         """Keep the successors of the verified nodes. Writes: the matrix."""
@@ -106,9 +103,7 @@ class RecyclingDrafter(PresetDrafter):
         self.matrix[torch.where(own, tokens, len(self.matrix) - 1)] = best
         return state
 
-    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
-        if self.size == 1:
-            return self.backend.root_tree(inputs.text)
+    def propose_nodes(self, state: Any, inputs: DraftInputs) -> DraftTree:
         level = inputs.text.root[:, None]  # [B, 1]
         levels = [level]
         for parents, ranks in self.steps:
@@ -145,10 +140,8 @@ def drafter_of(config: GenerateConfig, matrix: Tensor) -> RecyclingDrafter:
                 f"has the rank {tree.width - 1}; lower it"
             )
         return RecyclingDrafter(tree, matrix)
-    usual = SIZES[matrix.device.type]
-    largest = config.tree_size or usual[-1]
-    sizes = (1, *(size for size in usual if size < largest), largest)
-    trees = [StaticTree(recycling_paths(size)) for size in sizes]
-    *smaller, drafter = [RecyclingDrafter(tree, matrix) for tree in trees]
-    drafter.smaller = tuple(smaller)
-    return drafter
+
+    def make(size: int) -> RecyclingDrafter:
+        return RecyclingDrafter(StaticTree(recycling_paths(size)), matrix)
+
+    return with_smaller(make, SIZES[matrix.device.type], config.tree_size)

@@ -17,17 +17,20 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from draft_tree import MAX_NODES, DraftTree
 from drafters import DraftInputs
 from drafts.autosize import AutoTrees
-from drafts.presets import PresetDrafter
+from drafts.presets import PresetDrafter, with_smaller
+from files.io import show_progress
 from files.untrusted import read_untrusted
 from model import Transformer
 from options import require
@@ -67,6 +70,12 @@ class Datastore:
         fault = f"{self.name} has texts of another tokenizer or vocabulary; {REMEDY}"
         require(metadata.get("vocabulary") == vocabulary, fault)
 
+    @staticmethod
+    def write(file: Path, tokens: np.ndarray, vocabulary: str) -> None:
+        """Write texts. tokens: [n] int32, -1 behind each text; vocabulary: as above"""
+        arrays = {"tokens": tokens, "order": suffix_array(tokens)}
+        save_file(arrays, file, {"vocabulary": vocabulary})
+
     def before(self, place: int, count: int = LONGEST) -> list[int]:
         """Return the tokens up to a place, the last one first."""
         return self.tokens[max(place + 1 - count, 0) : place + 1][::-1].tolist()
@@ -98,6 +107,26 @@ class Datastore:
         tokens = self.tokens[np.minimum(behind, n - 1)]
         require(not tokens.size or -1 <= tokens.min() <= tokens.max() < self.size, fault)
         return tokens
+
+
+def suffix_array(tokens: np.ndarray) -> np.ndarray:
+    """Sort all places by the LONGEST tokens up to there, the latest token first, [n] int32.
+
+    Where a text begins, it is as if smaller tokens went before. Equal places keep their order.
+    """
+    rank = tokens.astype(np.int64) + 2  # of the last `length` tokens; 0: none
+    length = 1
+    while length < LONGEST:
+        show_progress(f"sorting by {2 * length} of {LONGEST} tokens", 2 * length == LONGEST)
+        key = rank * (rank.max() + 1)
+        key[length:] += rank[:-length]
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        new = np.ones(len(key), np.int64)
+        new[1:] = key[1:] != key[:-1]
+        rank[order] = new.cumsum()
+        length *= 2
+    return order.astype(np.int32)
 
 
 def vocabulary_of(tokenizer: Any, size: int) -> str:
@@ -156,14 +185,9 @@ class RestDrafter(PresetDrafter):
         policy = AutoTrees() if self.smaller else Observer()
         return PresetMethod(self.presets, self.resolved_options(), policy=policy)
 
-    def resolved_options(self) -> dict[str, Any]:
-        return {"tree_size": self.size, "tree_depth": self.depth}
-
-    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
+    def propose_nodes(self, state: Any, inputs: DraftInputs) -> DraftTree:
         text = inputs.text
         N = self.size
-        if N == 1:
-            return self.backend.root_tree(text)
         tokens = torch.zeros(len(text.pos), N, dtype=torch.long)
         parents = torch.zeros_like(tokens)
         valid = torch.zeros_like(tokens, dtype=torch.bool)
@@ -196,8 +220,4 @@ def drafter_of(config: GenerateConfig, store: Datastore) -> RestDrafter:
     """Make the drafter of the options over a datastore."""
     if config.tree_shape == "dynamic":
         return RestDrafter(store, config.tree_size or MAX_NODES)
-    largest = config.tree_size or SIZES[-1]
-    drafter = RestDrafter(store, largest)
-    sizes = (1, *(size for size in SIZES if size < largest))
-    drafter.smaller = tuple(RestDrafter(store, size) for size in sizes)
-    return drafter
+    return with_smaller(partial(RestDrafter, store), SIZES, config.tree_size)

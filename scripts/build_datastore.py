@@ -5,13 +5,12 @@
 
 1. Every file of the folder and of those below it that is a text in UTF-8 is tokenized; others are
    counted and left out. -1 stands behind each text.
-2. All places are sorted by the LONGEST tokens up to there, the latest first: a suffix array, by
-   prefix doubling in numpy, four sorts.
+2. All places are sorted by the tokens up to there, the latest first: a suffix array.
 3. The file is written under a temporary name and renamed, by one process at a time.
 
 A token takes 8 bytes in the file, and some 48 bytes of memory while it is built: 10 million tokens
 half a gigabyte. The model must be the one that decodes, or one with the same tokenizer.
-Source: REST (arXiv 2311.08252). Not here: the search (drafts/rest_draft.py).
+Source: REST (arXiv 2311.08252). Not here: the file and the search (drafts/rest_draft.py).
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ COMMAND = parse(BuildConfig, "build_datastore.py", __doc__) if __name__ == "__ma
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from drafts.rest_draft import LONGEST, vocabulary_of
+from drafts.rest_draft import Datastore, vocabulary_of
 from files.config import read_config
 from files.fetch import fetched
 from files.tokenizer import load_tokenizer
@@ -90,26 +88,6 @@ def tokens_of(folder: Path, tokenizer, memory: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def suffix_array(tokens: np.ndarray) -> np.ndarray:
-    """Sort all places by the LONGEST tokens up to there, the latest token first, [n] int32.
-
-    Where a text begins, it is as if smaller tokens went before. Equal places keep their order.
-    """
-    rank = tokens.astype(np.int64) + 2  # of the last `length` tokens; 0: none
-    length = 1
-    while length < LONGEST:
-        show_progress(f"sorting by {2 * length} of {LONGEST} tokens", 2 * length == LONGEST)
-        key = rank * (rank.max() + 1)
-        key[length:] += rank[:-length]
-        order = np.argsort(key, kind="stable")
-        key = key[order]
-        new = np.ones(len(key), np.int64)
-        new[1:] = key[1:] != key[:-1]
-        rank[order] = new.cumsum()
-        length *= 2
-    return order.astype(np.int32)
-
-
 def available_memory() -> int:
     """Return the bytes of memory that are free or hold caches; where unknown, half of all."""
     try:
@@ -132,11 +110,10 @@ def build(config: BuildConfig) -> int:
     tokenizer = load_tokenizer(checkpoint, True, True)
     size = read_config(checkpoint).vocab_size
     tokens = tokens_of(folder, tokenizer, available_memory())
-    arrays = {"tokens": tokens, "order": suffix_array(tokens)}
-    metadata = {"vocabulary": vocabulary_of(tokenizer, size)}
+    vocabulary = vocabulary_of(tokenizer, size)
     try:
         with folder_lock(out.parent):
-            replace_file(out, lambda path: save_file(arrays, path, metadata))
+            replace_file(out, lambda path: Datastore.write(path, tokens, vocabulary))
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"--out: cannot write {out} ({error}); free some space or name another file"

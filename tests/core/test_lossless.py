@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-import safetensors.numpy as numpy_files
 import torch
 
 import sampling
@@ -33,7 +32,7 @@ from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
 from drafts.auto_trees import with_smaller_trees
 from drafts.model_draft import ModelDrafter
 from drafts.ngram_draft import Ngram, NgramDrafter
-from drafts.rest_draft import vocabulary_of
+from drafts.rest_draft import Datastore, vocabulary_of
 from eagle_draft import EagleDrafter
 from helpers import (
     GOLDEN,
@@ -63,7 +62,6 @@ from run.heads import draft_lm_head
 from run.options import DEMO, Sampling
 from run.session import Session
 from runtime import compiled, tensors_of
-from scripts.build_datastore import suffix_array
 from steps import Router
 
 MARGIN = 1e-4
@@ -279,8 +277,7 @@ def files_of(tmp_path_factory):
 def write_datastore(file: Path, texts: list[list[int]]) -> None:
     """Write a datastore as scripts/build_datastore.py does, of tokens without a tokenizer."""
     tokens = numpy.array([token for text in texts for token in [*text, -1]], numpy.int32)
-    arrays = {"tokens": tokens, "order": suffix_array(tokens)}
-    numpy_files.save_file(arrays, file, {"vocabulary": vocabulary_of(None, 97)})
+    Datastore.write(file, tokens, vocabulary_of(None, 97))
 
 
 @pytest.fixture

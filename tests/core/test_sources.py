@@ -39,7 +39,7 @@ from run.generate import load
 from run.options import DEMO, GenerateConfig
 from scripts import build_datastore
 from scripts.bench.measure import with_config
-from scripts.build_datastore import BuildConfig, suffix_array
+from scripts.build_datastore import BuildConfig
 
 VOCAB = 97
 
@@ -156,8 +156,7 @@ def test_windows_and_guesses_are_those_of_the_rule(sizes):
 
 def store_of(file: Path, texts: list[list[int]], size: int = VOCAB) -> Datastore:
     tokens = np.array([token for text in texts for token in [*text, -1]], np.int32)
-    arrays = {"tokens": tokens, "order": suffix_array(tokens)}
-    save_file(arrays, file, {"vocabulary": "v"})
+    Datastore.write(file, tokens, "v")
     return Datastore(file, "v", size)
 
 
@@ -315,7 +314,7 @@ def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
     def full(arrays, path, metadata):
         raise SafetensorError("File too large")
 
-    monkeypatch.setattr(build_datastore, "save_file", full)
+    monkeypatch.setattr("drafts.rest_draft.save_file", full)
     said = f"--out: cannot write {out} (File too large); free some space or name another file"
     assert fault() == said
 
