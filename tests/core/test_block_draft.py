@@ -351,11 +351,9 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_wrong_files_are_named(number, tmp_path):
-    kind, changes, tensors, message = WRONG[number]
-    path = write_head(tmp_path / "head", kind, changes, **tensors)
-    assert_refused(path, message)
+@pytest.mark.parametrize("kind, changes, tensors, message", WRONG)
+def test_wrong_files_are_named(kind, changes, tensors, message, tmp_path):
+    assert_refused(write_head(tmp_path / "head", kind, changes, **tensors), message)
 
 
 def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):

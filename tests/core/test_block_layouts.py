@@ -156,33 +156,30 @@ def test_dflash_with_a_window_and_some_tokens(tmp_path):
         assert chain.tolist() == DRAFTED[trace()["dflash.logits"][number].argmax(-1)].tolist()
 
 
-def test_dsparks_bias_and_confidence_over_some_tokens(tmp_path):
-    """Its root is the bonus token: a position predicts its own token, as without the bias."""
-    drafter = drafter_of(write_head(tmp_path / "head", "dspark"))
-    order = DRAFTED.argsort()
-    for at, z, sure in recorded_levels(drafter, "dspark", trace()):
-        assert (z - trace()["dspark.logits"][at][order]).abs().max() < 1e-4
-        assert (sure - trace()["dspark.confidence"][at].sigmoid().log()).abs().max() < 1e-5
-
-
-def test_dsparks_gated_bias(tmp_path):
-    """A level's state gates the row of the token before; the confidence reads the row as it is."""
-    path = write_head(
-        tmp_path / "head", "dspark", {"markov_head_type": "gated"}, **gate_of_dspark()
-    )
-    drafter = drafter_of(path)
-    for at, z, _ in recorded_levels(drafter, "gated", trace()):
-        assert (z - trace()["gated.logits"][at][DRAFTED.argsort()]).abs().max() < 1e-4
-
-
-def test_dflash2_convolves_and_selects(tmp_path):
-    """A level's scores are those of its best six tokens behind the token before; other tokens are not drafted."""
-    drafter = drafter_of(write_head(tmp_path / "head", "dflash2"))
-    for at, z, _ in recorded_levels(drafter, "dflash2", trace()):
-        best = trace()["dflash2.candidates"][at]
-        assert (z[best] - trace()["dflash2.logits"][at]).abs().max() < 1e-4
-        others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
-        assert z[others].max() < -1e29
+@pytest.mark.parametrize("kind, name", [
+    ("dspark", "dspark"),  # its root is the bonus token: a position predicts its own token
+    ("dspark", "gated"),  # a level's state gates the row of the token before; the confidence reads it as it is
+    ("dflash2", "dflash2"),  # the best six tokens behind the token before; others are not drafted
+    ("dspine", "dspine"),  # the same, once the last layer knows the token before
+])  # fmt: skip
+def test_levels_behind_a_token_are_the_official_ones(kind, name, tmp_path):
+    """The greedy chain, the scores of every level behind it, and the confidence, over some tokens or all."""
+    gated = {"changes": {"markov_head_type": "gated"}} | gate_of_dspark() if name == "gated" else {}
+    drafter = drafter_of(WRITERS[kind](tmp_path / "head", **gated))
+    official = trace()
+    for at, z, sure in recorded_levels(drafter, name, official):
+        drafted = DRAFTED.argsort()
+        if f"{name}.candidates" in official:
+            best = official[f"{name}.candidates"][at]
+            others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
+            assert z[others].max() < -1e29
+            z, drafted = z[best], slice(None)
+        assert (z - official[f"{name}.logits"][at][drafted]).abs().max() < 1e-4
+        if f"{name}.confidence" in official:
+            assert (sure - official[f"{name}.confidence"][at].sigmoid().log()).abs().max() < 1e-5
+    for number, (state, inputs) in enumerate(drafts(drafter) if kind == "dspine" else ()):
+        unary = drafter.root_output(state, inputs)[0].scores[0]
+        assert (unary - official["dspine.unary"][number]).abs().max() < 1e-4
 
 
 def test_a_selector_over_some_tokens(tmp_path):
@@ -277,17 +274,6 @@ def write_dspine(path: Path, changes: dict | None = None, **tensors) -> Path:
     return write_files(path, LAYER | FULL | DSPINE | (changes or {}), held)
 
 
-def test_dspine_hands_codes_on_and_refines(tmp_path):
-    """A level's scores are those of its best six tokens, once the last layer knows the token before."""
-    drafter = drafter_of(write_dspine(tmp_path / "head"))
-    for number, (state, inputs) in enumerate(drafts(drafter)):
-        unary = drafter.root_output(state, inputs)[0].scores[0]
-        assert (unary - trace()["dspine.unary"][number]).abs().max() < 1e-4
-    for at, z, _ in recorded_levels(drafter, "dspine", trace()):
-        best = trace()["dspine.candidates"][at]
-        assert (z[best] - trace()["dspine.logits"][at]).abs().max() < 1e-4
-
-
 def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
     """Rows that are not read one by one give the same scores; so does a level of several nodes."""
     drafter = drafter_of(write_dspine(tmp_path / "head"))
@@ -304,17 +290,6 @@ def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
         alone = SimpleNamespace(tokens=torch.tensor([[token]]))
         each = drafter.forward_nodes(state, alone, out, None, None)
         assert (drafter.logits_of(each, 2)[0, 0] - together[0, node]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("changes, tensors, message", [
-    ({"dspine_config": None}, {}, "unexpected weight"),
-    ({"dspine_config": DSPINE["dspine_config"] | {"transfer_rank": 16}}, {}, "transfer_codes|injection"),
-    ({"dspine_config": DSPINE["dspine_config"] | {"top_k": 0}}, {}, "selector_top_k must be"),
-    ({}, {"injection.message.weight": None}, "missing weight.*injection.message"),
-])  # fmt: skip
-def test_wrong_files_of_dspine(changes, tensors, message, tmp_path):
-    path = write_dspine(tmp_path / "head", changes, **tensors)
-    assert_refused(path, message)
 
 
 # ----------------------------------------------------------------------------------------- LiLiCorr
@@ -386,19 +361,6 @@ def test_the_nodes_of_a_level_have_their_own_scores(tmp_path):
     assert (z > -1e29).sum() == 8
 
 
-@pytest.mark.parametrize("changes, tensors, message", [
-    ({"lilicorr_vector_eps": None}, {}, "the key 'lilicorr_vector_eps' is missing"),
-    ({"lilicorr_enabled": False}, {}, "lilicorr_enabled must be true"),
-    ({"lilicorr_num_heads": 3}, {}, r"must divide lilicorr_hidden_size \(32\); it is 3"),
-    ({"lilicorr_candidate_topk": 129}, {}, r"at most vocab_size \(128\); it is 129"),
-    ({"lilicorr_hidden_size": 0}, {}, "unexpected weight.*lilicorr.token_proj"),
-    ({}, {"lilicorr.same_slot_bias": None}, "missing weight.*lilicorr.same_slot_bias"),
-    ({}, {"lm_head.weight": torch.zeros(128, 64)}, "this head has tables, a bias or a selector of its own"),
-])  # fmt: skip
-def test_wrong_files_of_lilicorr(changes, tensors, message, tmp_path):
-    assert_refused(write_lilicorr(tmp_path / "head", changes, **tensors), message)
-
-
 # ------------------------------------------------------------------------------------------ P-EAGLE
 
 PEAGLE = {
@@ -441,17 +403,6 @@ def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
         chain = drafter.propose(state, inputs).tokens[0, 1:]
         best = trace()["peagle.logits"][number, :depth].argmax(-1)
         assert chain.tolist() == DRAFTED[best].tolist()
-
-
-@pytest.mark.parametrize("changes, tensors, message", [
-    ({"mask_token_id": None}, {}, "mask_hidden makes it a P-EAGLE head, which needs a mask_token_id"),
-    ({"mask_token_id": 128}, {}, r"below vocab_size \(128\); it is 128"),
-    ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, "mask_hidden"),
-    ({}, {"mask_hidden": None, "layers.1.mlp.up_proj.weight": None}, "missing weight"),
-])  # fmt: skip
-def test_wrong_files_of_peagle(changes, tensors, message, tmp_path):
-    path = write_peagle(tmp_path / "head", changes, **tensors)
-    assert_refused(path, message, load_eagle)
 
 
 # --------------------------------------------------------------------------------------------- GGUF
@@ -579,24 +530,6 @@ def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
     assert load_head(path, golden_target(TARGET)).config.levels == 6
 
 
-@pytest.mark.parametrize("kind, changes, tensors, message", [
-    ("dflash", {"attention.sliding_window_pattern": None}, {}, "sliding_window_pattern is missing"),
-    ("dflash", {"attention.sliding_window_pattern": [True]}, {}, "layer_types must name 2 layers; it names 1"),
-    ("dflash2", {"selector_top_k": None}, {}, "selector_top_k must be 1 to"),
-    ("dflash2", {"conv_kernel_size": None}, {}, "unexpected weight"),
-    ("dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
-    ("dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
-    ("dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
-    ("dflash", {}, {"lilicorr.same_slot_bias": torch.zeros(4)}, r"1 unexpected weight\(s\): lilicorr.same_slot_bias"),
-    ("dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
-    ("dflash", {"target_layers": [1, 2, 4, 5, 9]}, {}, "target_layer_ids must ascend"),
-    ("dflash", {"target_layers": []}, {}, "metadata dflash.target_layers is missing"),
-])  # fmt: skip
-def test_gguf_files_that_are_refused(kind, changes, tensors, message, tmp_path):
-    path = write_gguf(tmp_path / "head.gguf", kind, changes, **tensors)
-    assert_refused(path, message)
-
-
 # ------------------------------------------------------------------------------------------- loops
 
 SETTINGS = {
@@ -607,11 +540,8 @@ SETTINGS = {
     "seed": 7,
 }
 WRITERS = {kind: functools.partial(write_head, kind=kind) for kind in FURTHER} | {
-    "z-lab": write_zlab,
-    "dspine": write_dspine,
-    "lilicorr": write_lilicorr,
-    "peagle": write_peagle,
-}
+    f"gguf {kind}": functools.partial(write_gguf, kind=kind) for kind in GGUF_FURTHER
+} | {"z-lab": write_zlab, "dspine": write_dspine, "lilicorr": write_lilicorr, "peagle": write_peagle}  # fmt: skip
 
 
 def write_trained(path: Path, kind: str) -> Path:
@@ -816,11 +746,37 @@ WRONG = [
     ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2 or lilicorr; it is 'domino'"),
     ("dflash2", {"use_swa": True}, {}, "use_swa must be false"),
     ("dflash2", {"is_neox_style": False}, {}, "is_neox_style must be true; it is False"),
+    ("dspine", {"dspine_config": None}, {}, "unexpected weight"),
+    ("dspine", {"dspine_config": DSPINE["dspine_config"] | {"transfer_rank": 16}}, {}, "transfer_codes|injection"),
+    ("dspine", {"dspine_config": DSPINE["dspine_config"] | {"top_k": 0}}, {}, "selector_top_k must be"),
+    ("dspine", {}, {"injection.message.weight": None}, "missing weight.*injection.message"),
+    ("lilicorr", {"lilicorr_vector_eps": None}, {}, "the key 'lilicorr_vector_eps' is missing"),
+    ("lilicorr", {"lilicorr_enabled": False}, {}, "lilicorr_enabled must be true"),
+    ("lilicorr", {"lilicorr_num_heads": 3}, {}, r"must divide lilicorr_hidden_size \(32\); it is 3"),
+    ("lilicorr", {"lilicorr_candidate_topk": 129}, {}, r"at most vocab_size \(128\); it is 129"),
+    ("lilicorr", {"lilicorr_hidden_size": 0}, {}, "unexpected weight.*lilicorr.token_proj"),
+    ("lilicorr", {}, {"lilicorr.same_slot_bias": None}, "missing weight.*lilicorr.same_slot_bias"),
+    ("lilicorr", {}, {"lm_head.weight": torch.zeros(128, 64)}, "this head has tables, a bias or a selector of its own"),
+    ("peagle", {"mask_token_id": None}, {}, "mask_hidden makes it a P-EAGLE head, which needs a mask_token_id"),
+    ("peagle", {"mask_token_id": 128}, {}, r"below vocab_size \(128\); it is 128"),
+    ("peagle", {}, {"mask_hidden": torch.zeros(1, 1, 64)}, "mask_hidden"),
+    ("peagle", {}, {"mask_hidden": None, "layers.1.mlp.up_proj.weight": None}, "missing weight"),
+    ("gguf dflash", {"attention.sliding_window_pattern": None}, {}, "sliding_window_pattern is missing"),
+    ("gguf dflash", {"attention.sliding_window_pattern": [True]}, {}, "layer_types must name 2 layers; it names 1"),
+    ("gguf dflash2", {"selector_top_k": None}, {}, "selector_top_k must be 1 to"),
+    ("gguf dflash2", {"conv_kernel_size": None}, {}, "unexpected weight"),
+    ("gguf dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
+    ("gguf dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
+    ("gguf dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
+    ("gguf dflash", {}, {"lilicorr.same_slot_bias": torch.zeros(4)}, r"1 unexpected weight\(s\): lilicorr.same_slot_bias"),
+    ("gguf dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
+    ("gguf dflash", {"target_layers": [1, 2, 4, 5, 9]}, {}, "target_layer_ids must ascend"),
+    ("gguf dflash", {"target_layers": []}, {}, "metadata dflash.target_layers is missing"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_wrong_files_are_named(number, tmp_path):
-    kind, changes, tensors, message = WRONG[number]
-    path = write_head(tmp_path / "head", kind, changes, **tensors)
-    assert_refused(path, message)
+@pytest.mark.parametrize("kind, changes, tensors, message", WRONG)
+def test_wrong_files_are_named(kind, changes, tensors, message, tmp_path):
+    name = "head.gguf" if kind.startswith("gguf") else "head"
+    path = WRITERS[kind](tmp_path / name, changes=changes, **tensors)
+    assert_refused(path, message, load_eagle if kind == "peagle" else load_head)
