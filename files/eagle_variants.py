@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from eagle_draft import Eagle3, Eagle3Head, EagleConfig, EagleHead
-from files.heads import MASK
+from eagle_draft import Eagle3, Eagle3Head, EagleConfig
+from files.heads import MASK, make_head
 from runtime import replace_fields
 from steps import Columns, Copy, CppStep, Norm, Project, Rows, Step
 
@@ -106,11 +106,6 @@ class VariantHead(Eagle3Head):
     def weight_names(self) -> dict[str, tuple[str, ...]]:
         masks = {MASK: (MASK,)} if self.config.eagle3.mask_token is not None else {}
         return super().weight_names() | masks
-
-
-def make_head(config: EagleConfig) -> EagleHead:
-    """Make a head of any version and layout."""
-    return VariantHead(config) if config.eagle3 else EagleHead(config)
 
 
 def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:

@@ -322,7 +322,7 @@ def load_head(
     ids = draft_vocab(files, config)
     note_keys(path, keys_without_effect(files.config, config))
     with torch.device("meta"):
-        head = _make(config)
+        head = make_head(config)
     if ids is not None:
         head.vocab = DraftVocab(config.model.vocab_size, ids)
     unused = partial(is_unused, config=config)
@@ -332,7 +332,7 @@ def load_head(
     return head
 
 
-def _make(config: EagleConfig) -> EagleHead:
+def make_head(config: EagleConfig) -> EagleHead:
     """Make a head of any version and layout."""
     return load_part("reader", "eagle3").VariantHead(config) if config.eagle3 else EagleHead(config)
 

@@ -103,20 +103,24 @@ def config_of(kind: str) -> dict:
     }  # fmt: skip
 
 
+def convolutions() -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of DFlash2's convolutions."""
+    names = [f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")]
+    kernels = {f"{name}.base_kernel": (2, 3, 64) for name in names}
+    return kernels | {f"{name}.kernel_projection.weight": (48, 64) for name in names}
+
+
+def selector() -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of DFlash2's selector."""
+    books = [f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor")]
+    return dict.fromkeys(books, (128, 8)) | {"candidate_selector.hidden_projection.weight": (8, 64)}
+
+
 def weights(kind: str) -> dict[str, torch.Tensor]:
     """Random weights, the same everywhere."""
     shapes = shapes_of_layers()
     if kind == "dflash2":
-        for conv in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
-            shapes |= {
-                f"{conv}.base_kernel": (2, 3, 64),
-                f"{conv}.kernel_projection.weight": (48, 64),
-            }
-        shapes |= {
-            f"candidate_selector.{name}_codebook": (128, 8) for name in ("predecessor", "successor")
-        }
-        shapes["candidate_selector.hidden_projection.weight"] = (8, 64)
-        return random_weights(shapes)
+        return random_weights(shapes | convolutions() | selector())
     shapes["lm_head.weight"] = (40, 64)
     if kind == "dspark":
         shapes |= {
@@ -254,21 +258,17 @@ DSPINE = {  # keys beside the layers', as SpecForge's converter and `save_pretra
 }  # fmt: skip
 
 
+INJECTION = {  # the shapes of its weights
+    "injection.message.weight": (32, 32), "injection.bias": (32,), "injection.receiver_gate.weight": (32, 32),
+    "injection.predecessor_gate.weight": (32, 32), "transfer_codes": (128, 32),
+    **{f"injection.readouts.{i}.weight": (32, 64) for i in range(2)},
+    **{f"injection.writes.{i}.weight": (64, 32) for i in range(2)},
+}  # fmt: skip
+
+
 def write_dspine(path: Path, changes: dict | None = None, **tensors) -> Path:
     """Write a DSpine head. Arguments as for `write_head`."""
-    shapes = shapes_of_layers()
-    shapes |= {
-        "injection.message.weight": (32, 32),
-        "injection.bias": (32,),
-        "transfer_codes": (128, 32),
-    }
-    shapes |= {f"injection.{name}_gate.weight": (32, 32) for name in ("receiver", "predecessor")}
-    for i in range(2):
-        shapes |= {
-            f"injection.readouts.{i}.weight": (32, 64),
-            f"injection.writes.{i}.weight": (64, 32),
-        }
-    held = random_weights(shapes)
+    held = random_weights(shapes_of_layers() | INJECTION)
     held["transfer_codes"] /= held["transfer_codes"].norm(dim=-1, keepdim=True)
     held |= {"transfer_ready": torch.tensor(True)} | tensors
     return write_files(path, LAYER | FULL | DSPINE | (changes or {}), held)
@@ -556,36 +556,24 @@ def write_trained(path: Path, kind: str) -> Path:
         config = json.loads((path / "config.json").read_text())
         config |= WINDOW | {"sliding_window": 12, "is_causal": kind == "dspine"}
         held = load_file(path / "model.safetensors")
+    further = {}
     if kind in ("dflash2", "lilicorr"):
-        config |= {
-            name: ZLAB["dflash_config"][name] for name in ("conv_kernel_size", "conv_group_size")
-        }
-        identity = torch.tensor([1.0, 0.0, 0.0])[None, :, None]
-        for name in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
-            held[f"{name}.base_kernel"] = identity + small(2, 3, 64)
-            held[f"{name}.kernel_projection.weight"] = small(48, 64)
+        config |= {name: FURTHER["dflash2"][1][name] for name in ("conv_kernel_size", "conv_group_size")}  # fmt: skip
+        further = convolutions()
     if kind == "dflash2":
         config |= {"selector_rank": 8, "selector_top_k": 6}
-        held |= {
-            f"candidate_selector.{name}_codebook": small(128, 8)
-            for name in ("predecessor", "successor")
-        }
-        held["candidate_selector.hidden_projection.weight"] = small(8, 64)
+        further |= selector()
+    if kind == "dspine":
+        config["dspine_config"] = DSPINE["dspine_config"]
+        further = INJECTION
+        held["transfer_ready"] = torch.tensor(True)
+    held |= {name: small(*shape) for name, shape in further.items()}
+    for name in further:
+        if name.endswith("base_kernel"):
+            held[name] += torch.tensor([1.0, 0.0, 0.0])[None, :, None]  # of the identity
     if kind == "lilicorr":
         config |= {"dflash_config": config.get("dflash_config", {}) | LILICORR["dflash_config"]}
         held |= first_of_each_level()
-    if kind == "dspine":
-        config["dspine_config"] = DSPINE["dspine_config"]
-        held |= {"injection.message.weight": small(32, 32), "injection.bias": small(32)}
-        held |= {
-            f"injection.{name}_gate.weight": small(32, 32) for name in ("receiver", "predecessor")
-        }
-        for i in range(2):
-            held |= {
-                f"injection.readouts.{i}.weight": small(32, 64),
-                f"injection.writes.{i}.weight": small(64, 32),
-            }
-        held |= {"transfer_codes": small(128, 32), "transfer_ready": torch.tensor(True)}
     return write_files(path, config, held)
 
 
