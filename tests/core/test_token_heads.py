@@ -234,13 +234,6 @@ def test_trees_are_those_of_the_official_heads(official, kind):
             assert set(paths) == want and bool(found.valid.all())
 
 
-TREES = {
-    "chain": StaticTree.chain(3),
-    "static": StaticTree(MEDUSA_PATHS),
-    "dynamic": DynamicTree(4, 5, 20),
-}
-
-
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("kind", ["medusa", *slow(["hydra++"])])
 def test_traced_drafts_are_the_eager_ones(official, kind):
@@ -361,7 +354,7 @@ def test_wrong_files_are_one_line(official, kind, name, message, tmp_path):
     wrong(name, folder)
     with pytest.raises(ValueError) as found:
         head_kind(folder)
-        drafter_of(folder, TREES["chain"])
+        drafter_of(folder, StaticTree.chain(3))
     assert message in str(found.value) and "\n" not in str(found.value)
 
 
