@@ -156,6 +156,8 @@ def _without_formats(schema: Any, unknown: set[str]) -> Any:
     for key, value in schema.items():
         if key == "format" and isinstance(value, str) and value not in FORMATS:
             unknown.add(value)
+        elif key == "propertyNames" and value in (True, {}, {"type": "string"}):
+            continue  # as every name is a text
         elif key in NAMED and isinstance(value, dict):  # names, which may be "format", to schemas
             copied[key] = {name: _without_formats(part, unknown) for name, part in value.items()}
         elif key in VALUES:

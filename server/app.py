@@ -54,8 +54,9 @@ from run.rank import of_ranks
 from run.warm_up import warm_up
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
+from server.bodies import SHOWN
 from server.options import ServeConfig
-from server.parameters import SHOWN, RequestParams, RequestReader, no_model
+from server.parameters import RequestParams, RequestReader, no_model
 from server.prompt_pass import echoes
 from server.recommended import with_recommended_sampling
 from server.replies import Reply, joined
@@ -63,6 +64,7 @@ from server.responses import ResponseReply, as_chat
 from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
 from server.turns import dropped_messages
 
+SILENCE_S = 10  # seconds without an event, behind which a stream has a comment
 PAGE = Path(__file__).with_name("page.html")
 OF_THE_PAGE = {
     "Cache-Control": "no-cache",
@@ -119,7 +121,7 @@ class Server:
             names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()} | (further - {""})
             guards = [Middleware(KnownHosts, names=names, key=config.api_key)]
         if config.cors:  # before the key, which a browser's question about origins does not bring
-            origins = config.cors.split(",")
+            origins = [origin.strip().rstrip("/") for origin in config.cors.split(",")]
             allowed = {"allow_origins": origins, "allow_headers": ["*"], "allow_methods": ["*"]}
             guards.append(Middleware(CORSMiddleware, **allowed))
         if config.api_key:
@@ -283,14 +285,20 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _take(pieces: asyncio.Queue[Delta | Refusal], choices: int) -> AsyncIterator[Delta]:
-    """Yield the pieces of all choices until all are over.
+async def _take(
+    pieces: asyncio.Queue[Delta | Refusal], choices: int
+) -> AsyncIterator[Delta | None]:
+    """Yield the pieces of all choices until all are over; None for a silence, as of a long prompt.
 
     Raises: Refusal when the server ends or fails.
     """
     open = choices
     while open:
-        piece = await pieces.get()
+        try:
+            piece = await asyncio.wait_for(pieces.get(), SILENCE_S)
+        except asyncio.TimeoutError:
+            yield None
+            continue
         if isinstance(piece, Refusal):
             raise piece
         open -= piece.reason is not None
@@ -307,6 +315,8 @@ async def _whole(
 ) -> dict[str, Any]:
     answers: list[list[Delta]] = [[] for _ in range(reply.asked.choices)]
     async for piece in _take(pieces, len(answers)):
+        if piece is None:
+            continue
         answers[piece.choice].append(piece)
     reply.cached = _cached(jobs, reply.asked)
     return reply.whole([joined(parts) for parts in answers])
@@ -319,6 +329,9 @@ async def _events(
     try:
         yield reply.begin()
         async for piece in _take(pieces, len(tokens)):
+            if piece is None:
+                yield ": still reading or waiting\n\n"  # a comment, so that no proxy hangs up
+                continue
             tokens[piece.choice] = piece.tokens
             if piece.text or piece.reason:
                 yield reply.piece(piece)

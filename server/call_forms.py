@@ -1,12 +1,12 @@
 """The forms in which models write calls of tools, learned from their chat templates.
 
-`form_of` renders a probe, which shows one of four forms:
+`form_of` renders a probe, whose text fits one row of the table `FORMS`:
 
-1. `JsonForm`: an object with the name and the arguments (Qwen2.5, Llama 3, Hermes, SmolLM3).
-2. `NamedForm`: the name, then the arguments in JSON (Mistral, gpt-oss).
-3. `ListedForm`: keys and values between tags, texts as they are (Qwen3-Coder, Qwen3.5, GLM-4.5,
-   MiniMax, Seed-OSS).
-4. `PairsForm`: name{key:value} (Gemma 4) or [name(key=value)] (LFM2, LFM2.5).
+1. object: JSON with the name and the arguments (Qwen2.5, Llama 3, Hermes, SmolLM3).
+2. json: the name, then the arguments in JSON (Mistral, gpt-oss, DeepSeek).
+3. tags: keys and values between tags, texts as they are (Qwen3-Coder, Qwen3.5, GLM-4.5, MiniMax,
+   Seed-OSS).
+4. pairs: name{key:value} (Gemma 4) or [name(key=value)] (LFM2, LFM2.5).
 
 A form reads calls from a text that may go on, with other white space than the template's between
 their parts, and gives the grammar of a forced one. Not here: templates that write ids (Kimi-K2).
@@ -29,11 +29,22 @@ from files.chat import ChatTemplate
 from files.thinking import FINAL, behind_thinking, without_opening
 from files.tokenizer import Tokenizer
 from options import require
+from server.bodies import NOTHING
 
 PROBE = "probe_of_a_tool"
 ANOTHER_PROBE = "probe_of_another_tool"
 ARGUMENTS = {"key_of_probe": "text of probe", "other_key": "other text"}  # sorted by their keys
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+JSON = r'\{\s*"key_of_probe":\s*"text of probe",\s*"other_key":\s*"other text"\s*\}'
+# the text of the probe's call, by the kind of its form; the groups are fields of `Form`
+FORMS = {
+    "object": rf'(?P<opening>[^{{]*)\{{[^{{}}]*"name":\s*"{PROBE}",[^{{}}]*"(?P<key>\w+)":\s*{JSON}'
+    r"[^{}]*\}(?P<closing>.*)",
+    "json": rf"(?P<opening>.*?){PROBE}(?P<middle>.*?){JSON}(?P<closing>.*)",
+    "tags": rf"(?P<opening>.*?){PROBE}(?P<begin>.*?)(?P<key><[^<]*?)key_of_probe(?P<middle>.+?)"
+    r"text of probe(?P<end>.+?)(?P<gap>\s*)(?P=key)other_key(?P=middle)other text(?P=end)"
+    r"(?P<closing>.*<.*)",
+    "pairs": rf"(?P<opening>.*?){PROBE}[{{(]key_of_probe(?P<middle>[:=]).*[}})](?P<closing>.*)",
+}
 FENCE = "```"
 KEYS = ("arguments", "parameters")  # of a JSON call that is not in the template's form
 OF_A_CALL = {"name", "type", "id"}  # its other keys
@@ -59,9 +70,11 @@ class Cursor:
     certain, and ValueError where it is something else.
     """
 
-    def __init__(self, text: str, at: int = 0):
+    def __init__(self, text: str, at: int = 0, ended: bool = False):
+        """ended: nothing follows, and the model itself ended the text there"""
         self.text = text
         self.at = at
+        self.ended = ended
 
     def take(self, *marks: str) -> str:
         """Read one of some marks, and white space before it."""
@@ -113,52 +126,79 @@ class Cursor:
         return value
 
 
-# ---------------------------------------------------------------------------------- the forms
+# ----------------------------------------------------------------------------------- the form
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The text of a call: its opening, a subclass's own part, and its closing."""
+    """The text of a call: an opening, what its kind has within, and a closing."""
 
+    kind: str
     opening: str
     closing: str
+    key: str = ""  # object: of the arguments; tags: before a key
+    middle: str = ""  # json: between name and arguments; tags and pairs: between key and value
+    begin: str = ""  # tags: behind the name
+    end: str = ""  # tags: behind a value
+    gap: str = ""  # tags: between an end and a key
     controls: dict[str, int] = field(default_factory=dict)  # control tokens in it -> their ids
     several: bool = True  # a message may have several calls
     takes_text: bool = False  # the template takes arguments as a text in JSON
     drops: bool = False  # the template drops calls; they are written into the content
 
-    between = r"\s"  # characters between calls
-    follows = ""  # characters that begin a further call without its opening
-
     @cached_property
     def tags(self) -> list[str]:
         """The tags before the name; a model may leave some out, or the prompt ends with them."""
-        return _tags(behind_thinking(self.opening))
+        opening = behind_thinking(self.opening)
+        if self.kind == "object":
+            return [tag for tag in [opening.strip().rstrip("[").rstrip()] if tag]
+        if not opening.endswith(RECIPIENT):
+            return _tags(opening)
+        bare = RECIPIENT.removesuffix("functions.")
+        return [RECIPIENT, *(each + to for each in CHANNELS for to in (RECIPIENT, bare))]
 
     @property
     def marks(self) -> list[str]:
         """The texts that announce a call; none: it is at the beginning of an answer."""
-        return self.tags
+        return [FENCE, *self.tags] if self.kind == "object" else self.tags
+
+    @property
+    def follows(self) -> str:
+        """The characters that begin a further call without its opening."""
+        return "{[" if self.kind == "object" else ""
 
     @cached_property
     def ends(self) -> list[str]:
         """The tags behind a call, and the empty text."""
-        return ["", *_tags(self.closing)]
+        if self.kind != "object":
+            return ["", *_tags(self.closing)]
+        end = self.closing.strip().lstrip("]").lstrip()
+        return ["", FENCE, *([end] if end else [])]
 
     @cached_property
     def tail(self) -> re.Pattern:
         """The text behind a call that belongs to it."""
-        parts = [self.between, *map(re.escape, self.ends[1:])]
-        return re.compile(f"(?:{'|'.join(parts)})*")
+        between = r"[\s,;\]]" if self.kind == "object" else r"\s"
+        return re.compile(f"(?:{'|'.join([between, *map(re.escape, self.ends[1:])])})*")
 
-    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
+    def read(
+        self, text: str, tools: dict[str, dict], ended: bool = False
+    ) -> tuple[list[tuple[str, Any]], int]:
         """Read the calls at the beginning of a text.
 
         tools: the schema of the arguments, by the tool's name
+        ended: the model ended the text
         Returns: names and arguments; the place behind them
         Raises: EOFError where the text ends before a call does, ValueError where it is none.
         """
-        raise NotImplementedError
+        place = Cursor(text, ended=ended)
+        calls = []
+        another = True
+        while another:
+            calls.append(READERS[self.kind](self, place, tools))
+            in_list = self.kind == "pairs" and self.opening.endswith("[")
+            another = in_list and place.take(",", "]") == ","
+        return calls, place.at
 
     def rules(self, call: str, name: str, schema: dict) -> list[str]:
         """Return the grammar of a call behind its opening, in Lark.
@@ -166,7 +206,16 @@ class Form:
         call: the rule's name
         Raises: ValueError for a form or a schema that has none.
         """
-        raise NotImplementedError
+        fault = "the model's chat template writes calls in a form that cannot be forced"
+        require(self.kind != "pairs", f"{fault}; use tool_choice auto")
+        if self.kind == "tags":
+            return _tag_rules(self, call, name, schema)
+        begin = self.lark(name + self.middle)
+        end = ""
+        if self.kind == "object":
+            begin = self.lark(f'{{"name": "{name}", "{self.key}": ')
+            end = ' "}"'
+        return [f"{call}: {begin} {call}_json{end}", _json_rule(f"{call}_json", schema)]
 
     def forced(self, prompt: str) -> str:
         """Return a prompt whose answer goes on with a call. prompt: without open thinking"""
@@ -175,14 +224,16 @@ class Form:
             return prompt + self.opening
         return prompt + behind_thinking(self.opening).lstrip("\n")
 
-    def _name(self, place: Cursor, tools: Iterable[str]) -> str:
-        """Read tags, and the name behind them."""
-        found = place.take(*self.tags, *tools)
-        while found in self.tags:
-            found = place.take(*self.tags, *tools)
-        return found
+    def written(self, calls: list[dict]) -> str:
+        """Return the text of earlier calls, as Python has it: of pairs."""
+        texts = []
+        for call in calls:
+            function = call["function"]
+            pairs = [f"{key}{self.middle}{value!r}" for key, value in function["arguments"].items()]
+            texts.append(f"{function['name']}({', '.join(pairs)})")
+        return f"{self.opening}{', '.join(texts)}{self.closing}"
 
-    def _lark(self, text: str) -> str:
+    def lark(self, text: str) -> str:
         """Return a text in Lark, its control tokens by their ids."""
         parts = [text]
         if self.controls:
@@ -194,192 +245,108 @@ class Form:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class JsonForm(Form):
-    """`opening {"name": ..., key: ...} closing`, or that object in a fenced block."""
-
-    key: str
-
-    between = r"[\s,;\]]"
-    follows = "{["
-
-    @cached_property
-    def tags(self) -> list[str]:
-        mark = behind_thinking(self.opening).strip().rstrip("[").rstrip()
-        return [mark] if mark else []
-
-    @property
-    def marks(self) -> list[str]:
-        return [FENCE, *self.tags]
-
-    @cached_property
-    def ends(self) -> list[str]:
-        end = self.closing.strip().lstrip("]").lstrip()
-        return ["", FENCE, *([end] if end else [])]
-
-    @cached_property
-    def lead(self) -> re.Pattern:
-        """The text before the object; all of it may be missing."""
-        mark = re.escape("".join(self.tags))
-        return re.compile(rf"\s*(?:{mark})?\s*(?:{FENCE}\w*)?[\s\[]*")
-
-    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
-        """Read a call, as the base class."""
-        place = Cursor(text, self.lead.match(text).end())
-        if FENCE.startswith(text[place.at :]):
-            raise EOFError
-        value = place.json()
-        keys = [key for key in (self.key, *KEYS) if key in value]
-        require(keys or not value.keys() - OF_A_CALL, "another object with a name")
-        return [(value.get("name"), value[keys[0]] if keys else None)], place.at
-
-    def rules(self, call: str, name: str, schema: dict) -> list[str]:
-        """Return the grammar, as the base class."""
-        begin = _literal(f'{{"name": "{name}", "{self.key}": ')
-        return [f'{call}: {begin} {call}_json "}}"', _json_rule(f"{call}_json", schema)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedForm(Form):
-    """`opening NAME middle {...} closing`."""
-
-    middle: str
-
-    @cached_property
-    def tags(self) -> list[str]:
-        if self.opening.strip() != RECIPIENT:
-            return super().tags
-        return [*(channel + RECIPIENT for channel in CHANNELS), RECIPIENT]
-
-    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
-        """Read a call, as the base class. An id or a type may stand before the last tag."""
-        place = Cursor(text)
-        name = self._name(place, tools)
-        for mark in _tags(self.middle)[-1:]:
-            require(not re.match(r"[\w-]", place.up_to(mark)), "a longer name")
-        return [(name, place.json())], place.at
-
-    def rules(self, call: str, name: str, schema: dict) -> list[str]:
-        """Return the grammar, as the base class."""
-        begin = self._lark(name + self.middle)
-        return [f"{call}: {begin} {call}_json", _json_rule(f"{call}_json", schema)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedForm(Form):
-    """`opening NAME begin (key KEY middle VALUE end gap)... closing`."""
-
-    begin: str
-    key: str
-    middle: str
-    end: str
-    gap: str
-
-    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
-        """Read a call, as the base class."""
-        place = Cursor(text)
-        name = self._name(place, tools)
-        for tag in _tags(self.begin):
-            place.take(tag)
-        arguments = {}
-        behind_key, *more = _tags(self.middle)
-        tag = place.take(self.key, self.ends[1])
-        while tag == self.key:
-            key = place.up_to(behind_key).strip()
-            for each in more:
-                place.take(each)
-            value, tag = self._value(place)
-            schema = tools[name]
-            arguments[key] = _typed(value, _types(_properties(schema).get(key), schema))
-        return [(name, arguments)], place.at
-
-    def _value(self, place: Cursor) -> tuple[str, str]:
-        """Read a value, its end and the next tag; an end that no tag follows is of the value.
-
-        Returns: the value without the template's own white space around it; the tag
-        """
-        begin = place.at
-        end = self.end.lstrip()
-        tag = ""
-        while not tag:
-            place.up_to(end)
-            value = place.text[begin : place.at - len(end)]
-            try:
-                tag = place.take(self.key, self.ends[1])
-            except ValueError:
-                continue
-        before = self.middle[len(self.middle.rstrip()) :]
-        behind = self.end.removesuffix(end)
-        return value.removeprefix(before).removesuffix(behind), tag
-
-    def rules(self, call: str, name: str, schema: dict) -> list[str]:
-        """Return the grammar, as the base class: the arguments come in the schema's order."""
-        fault = f"{name} cannot be forced, as its parameters are composed; list its properties"
-        require(not COMPOSED & schema.keys(), fault)
-        parts = [self._lark(name + self.begin)]
-        rules = []
-        for number, (key, own) in enumerate(_properties(schema).items()):
-            value = f"{call}_{number}"
-            part = f"{self._lark(self.key + key + self.middle)} {value} {self._lark(self.gap)}"
-            parts.append(part if key in _list(schema.get("required")) else f"({part})?")
-            rules += self._value_rules(value, own, schema)
-        parts.append(self._lark(self.closing.removeprefix(self.gap).rstrip()))
-        return [f"{call}: {' '.join(parts)}", *rules]
-
-    def _value_rules(self, value: str, own: Any, schema: dict) -> list[str]:
-        """Return the grammar of a value and its end. own: its schema; schema: that of the tool"""
-        types = _types(own, schema)
-        end = self._lark(self.end)
-        if types and "string" not in types:
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-            return [f"{value}: {value}_json {end}", _json_rule(f"{value}_json", own | shared)]
-        texts = [each for each in _list(_dict(own).get("enum")) if isinstance(each, str)]
-        if texts:
-            return [f"{value}: ({' | '.join(map(_literal, texts))}) {end}"]
-        return [f"{value}[suffix={end}]: /(?s:.*)/"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairsForm(Form):
-    """`opening NAME{key:value,...} closing`, or with (key=value, ...) in a list."""
-
-    assign: str  # between a key and its value
-
-    def written(self, calls: list[dict]) -> str:
-        """Return the text of earlier calls, as Python has it."""
-        texts = []
-        for call in calls:
-            function = call["function"]
-            pairs = [f"{key}{self.assign}{value!r}" for key, value in function["arguments"].items()]
-            texts.append(f"{function['name']}({', '.join(pairs)})")
-        return f"{self.opening}{', '.join(texts)}{self.closing}"
-
-    def read(self, text: str, tools: dict[str, dict]) -> tuple[list[tuple[str, Any]], int]:
-        """Read a call, or a list of some, as the base class."""
-        place = Cursor(text)
-        begin, end = BRACKETS[self.assign]
-        is_list = self.opening.endswith("[")
-        calls = []
-        sign = ","
-        while sign == ",":
-            name = self._name(place, tools)
-            place.take(begin)
-            calls.append((name, _pairs(place, self.assign, end)))
-            sign = place.take(",", "]") if is_list else ""
-        return calls, place.at
-
-    def rules(self, call: str, name: str, schema: dict) -> list[str]:
-        """Raise a ValueError."""
-        form = "writes calls in a form that cannot be forced"
-        raise ValueError(f"the model's chat template {form}; use tool_choice auto")
-
-
-LFM2 = PairsForm(
-    opening="<|tool_call_start|>[", assign="=", closing="]<|tool_call_end|>", drops=True
+LFM2 = Form(
+    kind="pairs",
+    opening="<|tool_call_start|>[",
+    middle="=",
+    closing="]<|tool_call_end|>",
+    drops=True,
 )
 
 
-# ------------------------------------------------------------------------------------ of a text
+# ------------------------------------------------------------------------------ reading, by kind
+
+
+def _name(form: Form, place: Cursor, tools: Iterable[str]) -> str:
+    """Read tags, and the name behind them."""
+    found = place.take(*form.tags, *tools)
+    while found in form.tags:
+        found = place.take(*form.tags, *tools)
+    return found
+
+
+def _read_object(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
+    """Read an object, perhaps in a fenced block; its opening may be missing."""
+    mark = re.escape("".join(form.tags))
+    place.match(re.compile(rf"\s*(?:{mark})?\s*(?:{FENCE}\w*)?[\s\[]*"))
+    if FENCE.startswith(place.text[place.at :]):
+        raise EOFError
+    value = place.json()
+    keys = [key for key in (form.key, *KEYS) if key in value]
+    require(keys or not value.keys() - OF_A_CALL, "another object with a name")
+    return value.get("name"), value[keys[0]] if keys else None
+
+
+def _read_json(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
+    """Read a name and an object. An id or a type may stand before the last tag between them."""
+    name = _name(form, place, tools)
+    for mark in _tags(form.middle)[-1:]:
+        require(not re.match(r"[\w-]", place.up_to(mark)), "a longer name")
+    if place.ended and not place.text[place.at :].strip():
+        return name, None  # a call without arguments
+    return name, place.json()
+
+
+def _read_tags(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
+    """Read a name, and keys and values between tags."""
+    name = _name(form, place, tools)
+    for tag in _tags(form.begin):
+        place.take(tag)
+    schema = tools[name]
+    properties = _dict(schema.get("properties"))
+    arguments = {}
+    behind_key, *more = _tags(form.middle)
+    tag = place.take(form.key, form.ends[1])
+    while tag == form.key:
+        key = place.up_to(behind_key).strip()
+        for each in more:
+            place.take(each)
+        value, tag = _tagged(form, place, properties)
+        arguments[key] = _typed(value, _types(properties.get(key), schema))
+    return name, arguments
+
+
+def _tagged(form: Form, place: Cursor, keys: Iterable[str]) -> tuple[str, str]:
+    """Read a value, its end and the next tag; an end that no tag follows is of the value.
+
+    A value without an end goes up to the tag of a further key, or to the end of the call.
+    Returns: the value without the template's own white space around it; the tag
+    """
+    text = place.text
+    begin = place.at
+    end = form.end.lstrip()
+    names = "|".join(map(re.escape, keys)) or "(?!)"
+    further = re.compile(rf"\s{re.escape(form.key)}(?:{names}){re.escape(_tags(form.middle)[0])}")
+    unclosed = further.search(text, begin)
+    limit = unclosed.start() if unclosed else len(text)
+    stop = text.find(end, begin, limit)
+    tag = ""
+    while stop >= 0 and not tag:
+        place.at = stop + len(end)
+        try:
+            tag = place.take(form.key, form.ends[1])
+        except ValueError:
+            stop = text.find(end, stop + 1, limit)
+    if not tag:
+        stop = limit if unclosed or not place.ended else text.rfind(form.ends[1], begin)
+        if stop in (-1, len(text)):
+            raise EOFError
+        place.at = stop
+        tag = place.take(form.key, form.ends[1])
+    before = form.middle[len(form.middle.rstrip()) :]
+    behind = form.end.removesuffix(end)
+    return text[begin:stop].removeprefix(before).removesuffix(behind), tag
+
+
+def _read_pairs(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
+    """Read a name, and keys and values in brackets."""
+    name = _name(form, place, tools)
+    begin, end = BRACKETS[form.middle]
+    place.take(begin)
+    return name, _pairs(place, form.middle, end)
+
+
+READERS = {"object": _read_object, "json": _read_json, "tags": _read_tags, "pairs": _read_pairs}
 
 
 def _tags(text: str) -> list[str]:
@@ -449,10 +416,6 @@ def _types(schema: Any, root: dict, left: int = DEEPEST) -> set[str]:
     return {each for each in (types, *_list(types)) if isinstance(each, str)}
 
 
-def _properties(schema: dict) -> dict:
-    return _dict(schema.get("properties"))
-
-
 def _dict(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
@@ -470,6 +433,33 @@ def _json_rule(rule: str, schema: dict) -> str:
     """Return a rule for an object or another value that follows a schema."""
     schema = without_formats(schema) | {"x-guidance": STYLE}
     return f"{rule}: %json {json.dumps(schema)}"
+
+
+def _tag_rules(form: Form, call: str, name: str, schema: dict) -> list[str]:
+    """Return the grammar of keys and values between tags: they come in the schema's order."""
+    fault = f"{name} cannot be forced, as its parameters are composed; list its properties"
+    require(not COMPOSED & schema.keys(), fault)
+    parts = [form.lark(name + form.begin)]
+    rules = []
+    for number, (key, own) in enumerate(_dict(schema.get("properties")).items()):
+        value = f"{call}_{number}"
+        part = f"{form.lark(form.key + key + form.middle)} {value} {form.lark(form.gap)}"
+        parts.append(part if key in _list(schema.get("required")) else f"({part})?")
+        rules += _value_rules(form.lark(form.end), value, own, schema)
+    parts.append(form.lark(form.closing.removeprefix(form.gap).rstrip()))
+    return [f"{call}: {' '.join(parts)}", *rules]
+
+
+def _value_rules(end: str, value: str, own: Any, schema: dict) -> list[str]:
+    """Return the grammar of a value and its end. own: its schema; schema: that of the tool"""
+    types = _types(own, schema)
+    if types and "string" not in types:
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return [f"{value}: {value}_json {end}", _json_rule(f"{value}_json", own | shared)]
+    texts = [each for each in _list(_dict(own).get("enum")) if isinstance(each, str)]
+    if texts:
+        return [f"{value}: ({' | '.join(map(_literal, texts))}) {end}"]
+    return [f"{value}[suffix={end}]: /(?s:.*)/"]
 
 
 # ------------------------------------------------------------------------------- of a template
@@ -509,78 +499,22 @@ def _form_of(template: ChatTemplate, tokenizer: Tokenizer, arguments: Any) -> Fo
         return replace(LFM2, controls=_controls(tokenizer, LFM2.opening + LFM2.closing))
     text = template.render_messages([asked, called], tools).removeprefix(prompt)
     turn_end = template.render_messages([asked, answered], tools).rpartition("The answer")[2]
-    behind = text.partition(PROBE)[2].removesuffix(turn_end)
-    form = _told_apart(opening, behind)
-    require(form is not None, fault)
+    text = opening + named + text.partition(PROBE)[2].removesuffix(turn_end)
+    fits = {kind: re.fullmatch(form, text, re.DOTALL) for kind, form in FORMS.items()}
+    kind, found = next(((kind, found) for kind, found in fits.items() if found), ("", None))
+    require(found is not None, fault)
     more = call | {"id": new_id(), "function": call["function"] | {"name": ANOTHER_PROBE}}
     twice = called | {"tool_calls": [call, more]}
     results = [result, result | {"tool_call_id": more["id"], "name": ANOTHER_PROBE}]
     several = _writes_both(template, [asked, twice, *results], tools)
-    controls = _controls(tokenizer, opening + behind + CONSTRAIN)
-    return replace(form, controls=controls, several=several)
+    controls = _controls(tokenizer, text + CONSTRAIN)
+    return Form(kind=kind, **found.groupdict(), controls=controls, several=several)
 
 
 def _controls(tokenizer: Tokenizer, text: str) -> dict[str, int]:
     """Return the control tokens in a text, with their ids."""
     ids = tokenizer.encode(text, bos=False, special=True)
     return {tokenizer.name(id).decode(): id for id in ids if not tokenizer.piece(id)}
-
-
-def _told_apart(opening: str, behind: str) -> Form | None:
-    """Return the form of a call. opening, behind: the text before and behind the name"""
-    begin, brace, _ = opening.partition("{")
-    if brace:
-        return _json_form(begin, opening.removeprefix(begin) + PROBE + behind)
-    place = Cursor(behind, max(behind.find("{"), 0))
-    try:
-        if place.json() == ARGUMENTS:
-            middle = behind[: behind.find("{")]
-            return NamedForm(opening=opening, middle=middle, closing=behind[place.at :])
-    except (ValueError, EOFError):
-        pass
-    first = next(iter(ARGUMENTS))
-    for assign, brackets in BRACKETS.items():
-        if behind.startswith(brackets[0] + first + assign):
-            closing = behind.rpartition(brackets[1])[2]
-            return PairsForm(opening=opening, assign=assign, closing=closing)
-    words = [word for pair in ARGUMENTS.items() for word in pair]
-    parts = re.split("|".join(words), behind)
-    return _listed_form(opening, parts) if len(parts) == 5 else None
-
-
-def _json_form(opening: str, text: str) -> Form | None:
-    """Return the form of a call in JSON. text: from the brace on"""
-    place = Cursor(text)
-    try:
-        written = place.json()
-    except EOFError:
-        return None
-    keys = [key for key, value in written.items() if value == ARGUMENTS]
-    if written.get("name") != PROBE or not keys:
-        return None
-    return JsonForm(opening=opening, key=keys[0], closing=text[place.at :])
-
-
-def _listed_form(opening: str, parts: list[str]) -> Form | None:
-    """Return the form of keys and values between tags. parts: the text around those of the probe"""
-    before, middle, between, again, behind = parts
-    key = (_tags(before) or [""])[-1]
-    end = between.removesuffix(key).rstrip()
-    fits = key and end.strip() and _tags(middle) and middle == again
-    if not fits or not between.endswith(key) or not behind.startswith(end):
-        return None
-    closing = behind.removeprefix(end)
-    if not _tags(closing):
-        return None
-    return ListedForm(
-        opening=opening,
-        begin=before.removesuffix(key),
-        key=key,
-        middle=middle,
-        end=end,
-        gap=between.removesuffix(key).removeprefix(end),
-        closing=closing,
-    )
 
 
 def _writes_both(template: ChatTemplate, messages: list[dict], tools: list[dict]) -> bool:

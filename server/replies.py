@@ -13,7 +13,7 @@ from files.tokenizer import Tokenizer
 from run.drafted import Spans
 from server.batcher import Delta, Drafts, Refusal, Scored
 from server.parameters import RequestParams
-from server.tool_calls import Finder
+from server.tool_calls import Finder, mark_in
 
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
@@ -31,6 +31,7 @@ class Reply:
         self.thinkings: list[Thinking] = []  # one for each choice of a chat
         if chat:
             self.thinkings = [Thinking(asked.thinks) for _ in range(asked.samples)]
+        self.drafted_calls = [""] * len(self.thinkings)  # thinking that may end with a call
         self.spans = [Spans() for _ in self.thinkings]  # of the text that is held back
         self.untold: dict[int, Drafts] = {}  # of pieces without an event of their own, by choice
         self.drafts = Drafts()  # of all pieces
@@ -143,6 +144,7 @@ class Reply:
             spans.add(*span)
         read = thinking.read
         thought, content = thinking.push(piece.text, piece.reason is not None)
+        thought, content = self._call_in_thinking(piece, thought, content)
         spans.take(thinking.read - read - len(content))
         delta: dict[str, Any] = {}
         if thought and self.asked.tells_thinking:
@@ -152,21 +154,39 @@ class Reply:
         if self.finders:
             finder = self.finders[piece.choice]
             first = finder.count
-            content, calls = finder.push(content, piece.reason is not None)
+            content, calls = finder.push(content, piece.reason)
         if content or (piece.reason and not self.finders):
             delta["content"] = content
         if calls:
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
         return delta, spans.take(len(content))
 
+    def _call_in_thinking(self, piece: Delta, thought: str, content: str) -> tuple[str, str]:
+        """Return thinking and content, where a call that ends open thinking is content.
+
+        Thinking is held back from the beginning of a call on. One that goes on is a draft.
+        """
+        if not self.finders:
+            return thought, content
+        held = self.drafted_calls[piece.choice] + thought
+        begin, is_call = mark_in(held, self.finders[piece.choice].form.tags)
+        self.drafted_calls[piece.choice] = held[begin:]
+        if self.thinkings[piece.choice].inside and piece.reason is None:
+            return held[:begin], content
+        self.drafted_calls[piece.choice] = ""
+        if is_call and piece.reason == "stop" and self.thinkings[piece.choice].inside:
+            return held[:begin].rstrip(), held[begin:]
+        return held, content
+
     def _message(self, answer: Delta) -> dict[str, Any]:
         """Return the message of a whole answer."""
         thought, content = self.thinkings[answer.choice].push(answer.text, True)
+        thought, content = self._call_in_thinking(answer, thought, content)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thought and self.asked.tells_thinking:
             message["reasoning_content"] = thought
         if self.finders:
-            content, calls = self.finders[answer.choice].push(content, True)
+            content, calls = self.finders[answer.choice].push(content, answer.reason)
             message["content"] = content or None
             if calls:
                 message["tool_calls"] = calls

@@ -6,6 +6,7 @@
    the events of a stream or at its end. A whole answer is the last event's response.
 
 Nothing is stored: `previous_response_id` is refused, and a client sends the whole conversation.
+Tools that a server would run itself, as web_search, are left out, and the log names them.
 Source: OpenAI's API reference, Responses; the client `openai` 3.57 reads what is written here.
 """
 
@@ -17,71 +18,73 @@ from collections.abc import Iterable
 from typing import Any
 
 from files.tokenizer import Tokenizer
-from options import require
+from options import log_note, require
 from server.batcher import Delta, Refusal
-from server.parameters import SHOWN, RequestParams, refusal
+from server.bodies import SHOWN, text_of, without_nulls
+from server.call_forms import new_id
+from server.parameters import RequestParams, refusal
 from server.replies import Reply
-from server.tool_calls import new_id
 
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")  # kinds of parts
-# parameters that are not served, with the values that change nothing
-NEUTRAL = {"truncation": "disabled", "background": False}
 LOGPROBS = "message.output_text.logprobs"  # in `include`, the only name that changes anything
+RENAMED = {"max_output_tokens": "max_tokens"}
+# names that change nothing here, or that `as_chat` has read
+READ = {"input", "instructions", "include", "reasoning", "text", "truncation", "background"}
 
 
 def as_chat(body: Any) -> dict:
     """Return a request for a response as one for a chat. Raises: Refusal."""
     try:
         require(isinstance(body, dict), "the body must be a JSON object")
-        return _as_chat({name: value for name, value in body.items() if value is not None})
+        return _as_chat(without_nulls(body))
     except ValueError as error:
         raise refusal(error, "input") from None
 
 
 def _as_chat(body: dict) -> dict:
-    require("input" in body, "input is missing")
     fault = "responses are not stored here; send the whole conversation as input"
     require("previous_response_id" not in body and "conversation" not in body, fault)
+    require(not body.get("background"), "background = true is not served; leave it out")
     require("n" not in body, "a response is one answer; leave n out")
-    chat = dict(body)
-    for name, neutral in NEUTRAL.items():
-        value = chat.pop(name, neutral)
-        fault = f"{name} = {str(value)[:SHOWN]} is not served; leave it out"
-        require(value == neutral, fault)
-    included = chat.pop("include", [])
-    require(isinstance(included, list), "include must be a list")
-    if LOGPROBS in included or "top_logprobs" in chat:
+    chat = {RENAMED.get(name, name): body[name] for name in body.keys() - READ}
+    if body.get("instructions"):
+        chat["messages"] = [{"role": "system", "content": body["instructions"]}]
+    chat["messages"] = chat.get("messages", []) + _messages(body.get("input"))
+    if LOGPROBS in _of_kind(body, "include", []) or "top_logprobs" in body:
         chat["logprobs"] = True
-    if "max_output_tokens" in chat:
-        chat["max_tokens"] = chat.pop("max_output_tokens")
-    instructions = chat.pop("instructions", "")
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    chat["messages"] = system + _messages(chat.pop("input"))
-    reasoning = chat.pop("reasoning", {})
-    require(isinstance(reasoning, dict), "reasoning must be an object")
-    if reasoning.get("effort"):
-        chat["reasoning_effort"] = reasoning["effort"]
-    text = chat.pop("text", {})
-    require(isinstance(text, dict), "text must be an object")
-    form = text.get("format")
+    if _of_kind(body, "reasoning", {}).get("effort"):
+        chat["reasoning_effort"] = body["reasoning"]["effort"]
+    form = _of_kind(body, "text", {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": form}
     if form:
         chat["response_format"] = form
-    if chat.get("tools"):
-        require(isinstance(chat["tools"], list), "tools must be a list")
-        chat["tools"] = list(map(_tool, chat["tools"]))
+    if "tools" in chat:
+        chat["tools"] = _tools(_of_kind(body, "tools", []))
     choice = chat.get("tool_choice")
     if isinstance(choice, dict) and "name" in choice:
-        named = {"name": choice["name"]}
-        chat["tool_choice"] = {"type": choice.get("type"), "function": named}
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     return chat
 
 
-def _tool(tool: Any) -> dict:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    require(kind == "function", f"tools must be functions; {str(kind)[:SHOWN]} is not served")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+def _of_kind(body: dict, name: str, default: Any) -> Any:
+    """Return a field of the kind of its default."""
+    value = body.get(name, default)
+    kind = "a list" if isinstance(default, list) else "an object"
+    require(isinstance(value, type(default)), f"{name} must be {kind}")
+    return value
+
+
+def _tools(tools: list) -> list[dict]:
+    """Return the functions among tools, in the form of chats."""
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    others = sorted({str(kind)[:SHOWN] for kind in kinds if kind != "function"})
+    if others:
+        log_note(f"tools that are left out, as they are no functions: {', '.join(others)[:300]}")
+    functions = [tool for tool, kind in zip(tools, kinds) if kind == "function"]
+    return [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in functions
+    ]
 
 
 def _messages(items: Any) -> list[dict]:
@@ -96,10 +99,10 @@ def _messages(items: Any) -> list[dict]:
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
             answer = None
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call_output":
             answer = None
-            result = {"content": _text(item.get("output")), "tool_call_id": item.get("call_id")}
+            result = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
             messages.append({"role": "tool", **result})
         else:
             if answer is None or (kind != "function_call" and "tool_calls" in answer):
@@ -112,7 +115,7 @@ def _messages(items: Any) -> list[dict]:
 def _add_to(answer: dict, item: dict, kind: str) -> None:
     """Add an item of the assistant's to its message. Writes: answer."""
     if kind == "message":
-        text = _text(item.get("content"))
+        text = text_of(item.get("content"))
         require(isinstance(text, str), "a message must have a role and a text as its content")
         answer["content"] += text
     elif kind == "function_call":
@@ -120,19 +123,9 @@ def _add_to(answer: dict, item: dict, kind: str) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": called}
         answer.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
-        answer["reasoning_content"] = _text(item.get("content") or item.get("summary") or "")
+        answer["reasoning_content"] = text_of(item.get("content") or item.get("summary") or "")
     else:
         raise ValueError(f"input of type {str(kind)[:SHOWN]} is not served; leave it out")
-
-
-def _text(content: Any) -> Any:
-    """Return the text of a content, a text or parts; another value as it is, for the checks."""
-    if not isinstance(content, list):
-        return content
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
-    if any(kind not in TEXTS for kind in kinds):
-        return content  # images, which the reader of chats refuses by their name
-    return "".join(str(part.get("text", "")) for part in content)
 
 
 class ResponseReply(Reply):

@@ -15,6 +15,7 @@ from server.options import ABOUT, ServeConfig
 def check_packages() -> None:
     """Check that the server's own packages are there. Raises: ValueError."""
     try:
+        import pydantic  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -16,16 +16,14 @@ Trade-off: an event of a stream holds whole calls. With "auto" the arguments are
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from options import require
-from server.call_forms import NOTHING, Form, new_id
+from server.bodies import Chat, Message, arguments_of
+from server.call_forms import Form, new_id
 
-MOST_TOOLS = 128  # as OpenAI's
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 CHOICES = ("none", "auto", "required")
 
 
@@ -47,20 +45,16 @@ class Tools(NamedTuple):
         return "\n".join(rules)
 
 
-def read_tools(body: dict, find_form: Callable[[], Form]) -> Tools | None:
+def read_tools(asked: Chat, given: Any, find_form: Callable[[], Form]) -> Tools | None:
     """Read the tools of a request.
 
+    given: the tools as they were sent
     find_form: called where there are tools; may raise ValueError
     Returns: None without any, and where none may be called. Raises: ValueError.
     """
-    tools = body.get("tools", [])
-    choice = body.get("tool_choice", "auto" if tools else "none")
-    several = body.get("parallel_tool_calls", True)
-    require(type(several) is bool, "parallel_tool_calls must be true or false")
-    fits = isinstance(tools, list) and len(tools) <= MOST_TOOLS
-    require(fits, f"tools must be a list of at most {MOST_TOOLS}")
-    schemas = dict(map(_schema_of, tools))
-    require(len(schemas) == len(tools), "two tools have the same name; rename one")
+    schemas = {tool.function.name: tool.function.parameters for tool in asked.tools}
+    require(len(schemas) == len(asked.tools), "two tools have the same name; rename one")
+    choice = asked.tool_choice or ("auto" if schemas else "none")
     forced = list(schemas)
     if isinstance(choice, dict) and choice.get("type") == "function":
         named = choice.get("function")
@@ -70,86 +64,53 @@ def read_tools(body: dict, find_form: Callable[[], Form]) -> Tools | None:
         fault = f"tool_choice must be one of {', '.join(CHOICES)}, or a function by its name"
         require(choice in CHOICES, fault)
         fault = "tool_choice required needs tools; give them, or leave it out"
-        require(choice != "required" or tools, fault)
-    if choice == "none" or not tools:
+        require(choice != "required" or schemas, fault)
+    if choice == "none" or not schemas:
         return None
     form = find_form()
-    several = several and form.several
-    return Tools(tools, schemas, [] if choice == "auto" else forced, several, form)
+    several = asked.parallel_tool_calls and form.several
+    return Tools(given, schemas, [] if choice == "auto" else forced, several, form)
 
 
-def _schema_of(tool: Any) -> tuple[str, dict]:
-    """Return a tool's name and the schema of its arguments. Raises: ValueError."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    fits = isinstance(function, dict) and tool.get("type") == "function"
-    require(fits, 'a tool must be {"type": "function", "function": {"name": ...}}')
-    name = function.get("name")
-    fits = isinstance(name, str) and NAME.fullmatch(name)
-    require(fits, "a tool's name must have 1 to 64 letters, digits, _ or -")
-    schema = function.get("parameters")
-    if schema is None:
-        return name, NOTHING
-    fits = isinstance(schema, dict) and schema.get("type", "object") == "object"
-    require(fits, f"the parameters of {name} must be a JSON schema of type object")
-    return name, schema
+def read_messages(messages: list[Message]) -> list[dict]:
+    """Return messages as templates take them: their system messages at the start as one.
 
-
-def read_message(message: dict, content: str, earlier: Iterable[dict]) -> dict:
-    """Return a message with calls, or of a call's result, as templates take it.
-
-    content: its text; earlier: the messages before it
-    Raises: ValueError.
+    Raises: ValueError for a result without its call.
     """
-    if message["role"] == "tool":
-        id = message.get("tool_call_id")
-        calls = [call for each in earlier for call in each.get("tool_calls", ())]
-        names = [call["function"]["name"] for call in calls if call["id"] == id]
-        require(names, "a tool message must have the tool_call_id of a call before it")
-        return message | {"name": names[-1], "content": content}
-    calls = message["tool_calls"]
-    require(message["role"] == "assistant", "tool_calls belong to an assistant message")
-    require(isinstance(calls, list) and calls, "tool_calls must be a list of at least one call")
-    if message.get("reasoning_content") and not content:
-        # its name in the templates of gpt-oss and LFM2.5; gpt-oss takes one text before a call
-        message = {"thinking": message["reasoning_content"]} | message
-    return message | {"content": content, "tool_calls": list(map(_call, calls))}
+    read: list[dict] = []
+    names = {}  # of the calls so far, by their ids
+    for message in messages:
+        given = message.model_dump(exclude_unset=True) | {"content": message.content}
+        given.pop("tool_calls", None)
+        if message.role == "developer":
+            given["role"] = "system"
+        if message.role == "tool":
+            fault = "a tool message must have the tool_call_id of a call before it"
+            require(message.tool_call_id in names, fault)
+            given["name"] = names[message.tool_call_id]
+        if message.tool_calls:
+            given["tool_calls"] = [_call(call) for call in message.tool_calls]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+            if given.get("reasoning_content") and not message.content:
+                # its name in the templates of gpt-oss and LFM2.5; gpt-oss takes one text before it
+                given = {"thinking": given["reasoning_content"]} | given
+        if given["role"] == "system" and len(read) == 1 and read[0]["role"] == "system":
+            read[0]["content"] += "\n\n" + given["content"]
+        else:
+            read.append(given)
+    return read
 
 
 def _call(call: Any) -> dict:
-    """Return an earlier call, its arguments as an object, empty where there are none.
-
-    Raises: ValueError.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    fits = isinstance(function, dict) and isinstance(call.get("id"), str)
-    fault = "a call must have an id, and a function with its name and arguments, a JSON object"
-    require(fits and isinstance(function.get("name"), str), fault)
-    arguments = _arguments(function.get("arguments"))
-    require(arguments is not None, fault)
-    called = {"name": function["name"], "arguments": arguments}
-    return {"id": call["id"], "type": "function", "function": called}
-
-
-def _arguments(value: Any) -> dict | None:
-    """Return arguments as an object, in the forms that models and clients write; None: not any.
-
-    A text is JSON, perhaps with line breaks as they are. Null, an empty text and an empty list, the
-    empty object of some languages, are no arguments.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value.strip() or "{}", strict=False)
-        except (ValueError, RecursionError):
-            return None
-    if value is None or value == []:
-        return {}
-    return value if isinstance(value, dict) else None
+    """Return an earlier call as templates take it."""
+    called = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": called}
 
 
 def one_call_each(messages: list[dict]) -> list[dict]:
     """Return a conversation with one call in a message, each before its result.
 
-    messages: as `read_message` returns them
+    messages: as `read_messages` returns them
     """
     split: list[dict] = []
     left = deque(messages)
@@ -193,6 +154,15 @@ def _taken(message: dict, form: Form) -> dict:
     return message | {"tool_calls": texts}
 
 
+def mark_in(text: str, marks: list[str]) -> tuple[int, bool]:
+    """Return where the first mark begins, or may begin at the end; whether it is whole."""
+    found = [text.find(mark) for mark in marks if mark in text]
+    if found:
+        return min(found), True
+    begun = [n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])]
+    return len(text) - max(begun, default=0), False
+
+
 class Finder:
     """Takes the calls out of the text of one answer."""
 
@@ -201,12 +171,18 @@ class Finder:
         self.form = tools.form
         self.count = 0  # calls so far
         self.held = ""  # text that may belong to a call
+        self.ended = False  # by the model
         begins = tools.forced or not self.form.tags
         self.stage = self._call if begins else self._content
 
-    def push(self, text: str, last: bool) -> tuple[str, list[dict]]:
-        """Add text. last: nothing follows. Returns: content; calls, as clients read them."""
+    def push(self, text: str, reason: str | None) -> tuple[str, list[dict]]:
+        """Add text. Returns: content; calls, as clients read them.
+
+        reason: why nothing follows, "stop" where the model itself ended; None: more may
+        """
         self.held += text
+        self.ended = reason == "stop"
+        last = reason is not None
         content = ""
         calls: list[dict] = []
         stage = None
@@ -218,15 +194,13 @@ class Finder:
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
         held = self.held
-        known = self.form.marks
-        marks = [held.find(mark) for mark in known if mark in held]
-        begin = len(held)
-        if marks:
-            begin = len(held[: min(marks)].rstrip())
+        begin, whole = mark_in(held, self.form.marks)
+        if whole:
             self.stage = self._call
-        elif not last:
-            begun = [n for mark in known for n in range(1, len(mark)) if held.endswith(mark[:n])]
-            begin = len(held[: begin - max(begun, default=0)].rstrip())
+        elif last:
+            begin = len(held)
+        if whole or not last:
+            begin = len(held[:begin].rstrip())
         self.held = held[begin:]
         return held[:begin]
 
@@ -234,7 +208,7 @@ class Finder:
         """Read calls, once they are whole. Returns: text that is none. Writes: calls."""
         held = self.held
         try:
-            found, end = self.form.read(held, self.tools.schemas)
+            found, end = self.form.read(held, self.tools.schemas, self.ended)
             found = [self._checked(*call) for call in found]
         except (EOFError, ValueError, RecursionError) as error:
             if isinstance(error, EOFError) and not last:
@@ -264,10 +238,8 @@ class Finder:
     def _checked(self, name: Any, arguments: Any) -> dict:
         """Return a call, as clients read it. Raises: ValueError for one of no given tool."""
         require(name in list(self.tools.schemas), "no tool that is given")
-        arguments = _arguments(arguments)
-        require(arguments is not None, "no arguments")
         try:
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(arguments_of(arguments), ensure_ascii=False, allow_nan=False)
         except TypeError:  # of Python's literals, as a set
             raise ValueError("no JSON") from None
         text.encode()  # raises for half a character

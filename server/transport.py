@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.batcher import Batcher, Refusal
+from server.bodies import SHOWN
 from server.options import ServeConfig
-from server.parameters import SHOWN
 
 READ_S = 30  # seconds for the head of a request, and for its body
 
@@ -54,8 +54,9 @@ def is_loopback(host: str) -> bool:
 
 def brings_key(scope: Scope, key: str) -> bool:
     """Return whether a request brings the key."""
-    brought = Headers(scope=scope).get("authorization", "").encode()
-    return hmac.compare_digest(brought, f"Bearer {key}".encode())
+    scheme, _, brought = Headers(scope=scope).get("authorization", "").partition(" ")
+    is_key = hmac.compare_digest(brought.strip().encode(), key.encode())
+    return is_key and scheme.lower() == "bearer"
 
 
 class KnownHosts:
@@ -167,11 +168,12 @@ async def json_body(request: Request, most: int) -> Any:
 
 
 async def _at_most(request: Request, most: int) -> bytes:
+    """Read a body to its end, as clients read no answer before they have sent all."""
     data = bytearray()
     async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise Refusal(413, f"the body has more than {most} bytes")
+        data += part[: most + 1 - len(data)]
+    if len(data) > most:
+        raise Refusal(413, f"the body has more than {most} bytes")
     return bytes(data)
 
 

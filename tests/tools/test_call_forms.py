@@ -18,7 +18,7 @@ from drafts.grammar import _vocabulary  # noqa: E402
 from files.chat import ChatTemplate, chat_template  # noqa: E402
 from files.thinking import behind_thinking, without_opening  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
-from server.call_forms import NOTHING, Form, NamedForm, PairsForm, form_of  # noqa: E402
+from server.call_forms import NOTHING, Form, form_of  # noqa: E402
 from server.parameters import RequestReader  # noqa: E402
 from server.tool_calls import Tools, as_taken  # noqa: E402
 
@@ -254,8 +254,11 @@ def answer_of(template: ChatTemplate, form: Form, *calls: tuple[str, dict]) -> s
     )
 
 
-def found(form: Form, text: str, size: int | None = None) -> tuple[str, list]:
-    content, calls = in_parts(Tools(TOOLS, SCHEMAS, [], True, form), text, size or len(text))
+def found(
+    form: Form, text: str, size: int | None = None, reason: str = "length"
+) -> tuple[str, list]:
+    tools = Tools(TOOLS, SCHEMAS, [], True, form)
+    content, calls = in_parts(tools, text, size or len(text), reason)
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
@@ -299,11 +302,16 @@ CASES = [  # what models write beside their templates, and what is no call
      "<parameter=force>\nnull\n</parameter>\n<parameter=where>\n{'row': None}\n</parameter>\n<parameter=more>\n5\n</parameter>\n</function>", "",
      [("write", {"text": None, "lines": "three", "force": None, "where": {"row": None}, "more": "5"})]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=lines>\n{1, 2}\n</parameter>\n</function>", None, []),
+    ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n<parameter=lines>\n3\n</parameter>\n</function>", "", [("write", {"path": "a", "lines": 3})]),
+    ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n</function>", "", [("write", {"path": "a"})]),
+    ("xml", "<tool_call>\n<function=write>\n<parameter=path>\n<parameter=of>\n</parameter>\n</function>", "", [("write", {"path": "<parameter=of>"})]),
     ("xml", "a <tool_call> or a <function=f> of a text", None, []), ("xml", "<tool_call>\n<function=now>\nno", None, []),
     ("glm", "<tool_call>write<arg_key>path</arg_key><arg_value>a\n</arg_value></tool_call>\n\nNow.", "Now.", [PATH]),
     ("glm", "<tool_call>now\n</tool_call><tool_call>now</tool_call>", "", [NOW, NOW]),
     ("harmony", f"{BETWEEN}write <|constrain|>json<|message|>" '{"path": "a\n"}', "", [PATH]),
     ("harmony", "<|channel|>analysis to=functions.now<|message|>{}<|call|>", "", [NOW]),
+    ("harmony", "<|channel|>commentary to=now <|constrain|>json<|message|>{}", "", [NOW]),
+    ("harmony", f"{BETWEEN}now<|channel|>commentary json<|message|>", "", [NOW]), ("harmony", "to=now<|message|>{}", None, []),
     ("harmony", f"{BETWEEN}nowhere<|message|>{{}}", None, []), ("harmony", f"{BETWEEN}now<|message|>none", None, []),
     ("mistral", "So:[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]now{}", "So:[TOOL_CALLS]now{}", [NOW]),
     ("gemma", '<|tool_call>call:write{path:"a\n",where:{<|"|>row<|"|>:[1,{a:null}]},lines:2.5}<tool_call|>', "",
@@ -320,7 +328,7 @@ def test_what_models_write_beside_their_templates(tmp_path):
     forms = {name: model(tmp_path, name)[1] for name in TEMPLATES}
     for name, text, content, calls in CASES:
         for size in (len(text), 1, 3) if len(text) < 1000 else (999, 2000):
-            told = found(forms[name], text, size)
+            told = found(forms[name], text, size, "stop")  # by the model itself
             assert told == (text if content is None else content, calls), (text, size)
 
 
@@ -331,7 +339,7 @@ def test_the_grammar_of_a_forced_call(tmp_path):
     for name in TEMPLATES:
         template, form = model(tmp_path, name)
         tools = Tools(TOOLS, SCHEMAS, ["write", "now"], True, form)
-        if isinstance(form, PairsForm):
+        if form.kind == "pairs":
             with pytest.raises(ValueError, match="cannot be forced; use tool_choice auto"):
                 tools.grammar()
             continue
@@ -341,7 +349,7 @@ def test_the_grammar_of_a_forced_call(tmp_path):
         for arguments in (ARGUMENTS, some, *ill):
             text = answer_of(template, form, ("write", arguments)).replace("True", "true")
             text = text[text.index("write") :]  # behind the opening
-            if isinstance(form, NamedForm):
+            if form.kind == "json":
                 text = text.removesuffix(form.closing.rstrip())
             assert in_parts(tools, text, 3) == ("", [("write", json.dumps(arguments))])
             ids = tokenizer.encode(text, bos=False, special=True)

@@ -25,13 +25,8 @@ from drafts.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa:
 from run.generate import encode, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
-from server.parameters import (  # noqa: E402
-    NEUTRAL,
-    SERVED,
-    WITHOUT_EFFECT,
-    RequestReader,
-    ServeConfig,
-)
+from server.options import ServeConfig  # noqa: E402
+from server.parameters import RequestReader  # noqa: E402
 from server.recommended import with_recommended_sampling  # noqa: E402
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
@@ -87,12 +82,10 @@ def prompt(reader, messages, **body) -> list[int]:
     return reader.read({"messages": messages, **body}, chat=True).prompts[0]
 
 
-def refused(reader, chat=True, **body) -> str:
+def refused(reader, **body) -> str:
     """The message of a refusal."""
-    body = {"messages": [USER], **body} if chat else {"prompt": "a", **body}
     with pytest.raises(Refusal) as error:
-        reader.read(body, chat)
-    assert error.value.status == 400 and "\n" not in str(error.value)
+        reader.read({"messages": [USER], **body}, True)
     return str(error.value)
 
 
@@ -116,12 +109,6 @@ def test_variables_of_templates(reader, rendered):
     assert found == rendered([USER], reasoning_effort="low", **options)
     both = {"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}
     assert prompt(reader, [USER], **both) == rendered([USER], reasoning_effort="high")
-    for name in ("messages", "tools", "add_generation_prompt", "self"):
-        said = refused(reader, chat_template_kwargs={name: 1})
-        assert said == f"chat_template_kwargs cannot set {name}; leave that out"
-    assert "must be an object" in refused(reader, chat_template_kwargs=[1])
-    assert "reasoning_effort must be a text" in refused(reader, reasoning_effort=3)
-    assert "is not served" in refused(reader, chat=False, reasoning_effort="low")
 
 
 def test_a_fixed_template_has_no_variables(tmp_path):
@@ -147,6 +134,21 @@ def test_arguments_of_a_call_without_any(reader, rendered, arguments):
     assert prompt(reader, [USER, asked, result], tools=[NOW]) == want
     function["arguments"] = "[1]"
     assert "a JSON object" in refused(reader, messages=[USER, asked, result], tools=[NOW])
+
+
+def test_system_messages_at_the_start_are_one(reader, rendered):
+    two = [{"role": role, "content": role} for role in ("system", "developer")]
+    one = {"role": "system", "content": "system\n\ndeveloper"}
+    assert prompt(reader, [*two, USER]) == rendered([one, USER])
+
+
+def test_parts_of_a_message(reader, rendered):
+    """A refusal among them, as the official client sends its own messages again."""
+    parts = [{"type": "text", "text": "I can"}, {"type": "refusal", "refusal": "not."}]
+    answer = {"role": "assistant", "content": "I cannot."}
+    assert prompt(reader, [USER, answer | {"content": parts}, USER]) == rendered(
+        [USER, answer, USER]
+    )
 
 
 def test_a_list_of_no_calls(reader, rendered):
@@ -193,29 +195,6 @@ def test_thinking_is_turned_off_at_the_top(reader, rendered):
             assert prompt(reader, [USER], **{name: value}) == want
         both = {name: True, "chat_template_kwargs": {"enable_thinking": False}}
         assert prompt(reader, [USER], **both) == rendered([USER], enable_thinking=False)
-        assert f"{name} must be true or false" in refused(reader, **{name: "no"})
-        assert "is not served" in refused(reader, chat=False, **{name: False})
-
-
-def test_no_parameter_is_taken_and_ignored(reader):
-    """False is no default of what is on by default: it acts, or is refused."""
-    read = reader.read({"prompt": "a", "add_special_tokens": False}, False)
-    assert read.prompts[0] == reader.engine.tokenizer.encode("a", bos=False)
-    assert reader.read({"prompt": "a", "add_bos_token": False}, False).prompts == read.prompts
-    plain = reader.read({"prompt": "a"}, False).prompts
-    assert reader.read({"prompt": "a", "add_special_tokens": True}, False).prompts == plain
-    assert prompt(reader, [USER], add_special_tokens=False, add_bos_token=True) == prompt(reader, [USER])  # fmt: skip
-    assert "is not served" in refused(reader, add_special_tokens=True)
-    greedy = reader.read({"prompt": "a", "do_sample": False, "temperature": 0.7}, False)
-    assert greedy.sampling.temperature == 0
-    drawn = reader.read({"prompt": "a", "do_sample": True, "temperature": 0.7}, False)
-    assert drawn.sampling.temperature == 0.7
-    said = refused(reader, chat=False, do_sample=True, temperature=0)
-    assert said.startswith("do_sample = true needs a temperature above 0")
-    for value in (False, "", [], {}, 0):
-        said = refused(reader, some_new_name=value)
-        assert said == f"some_new_name = {json.dumps(value)} is not served; leave it out"
-    assert prompt(reader, [USER], some_new_name=None) == prompt(reader, [USER])
 
 
 def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
@@ -245,43 +224,35 @@ def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
         assert str(folder) not in said and "--" not in said, said
 
 
-# ------------------------------------------------------------------------- values that change nothing
+# --------------------------------------------------------------------------- parameters of others
 
-# neutral values of vLLM's, SGLang's, llama.cpp's and OpenAI's parameters, by their documentation
-HARMLESS = {
-    "service_tier": "auto", "prompt_cache_key": "session-1", "safety_identifier": "u1", "user": "u", "store": True,
-    "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "a"}, "priority": 3, "cache_prompt": True,
-    "min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True, "ignore_eos": False,
-    "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "repeat_penalty": 1, "logit_bias": {},
-    "best_of": 1, "echo": False, "suffix": "", "length_penalty": 1.0, "early_stopping": False, "use_beam_search": False,
-    "include_stop_str_in_output": False, "stop_token_ids": [], "bad_words": [], "allowed_token_ids": None,
-    "guided_json": None, "guided_regex": "", "structured_outputs": {}, "mirostat": 0, "mirostat_tau": 5.0,
-    "typical_p": 1.0, "tfs_z": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "n_probs": 0, "modalities": ["text"],
-    "functions": [], "function_call": "none", "return_tokens_as_token_ids": False, "audio": None,
-    "guidance_scale": 1.0, "ban_eos_token": False, "negative_prompt": "", "no_repeat_ngram_size": 0, "num_beams": 1,
-    "mirostat_mode": 0, "separate_reasoning": True, "n_keep": 0, "ttl": 300,
-}  # fmt: skip
-HARMFUL = {
-    "skip_special_tokens": False, "suffix": "a", "best_of": 2, "ignore_eos": True,
-    "stop_token_ids": [5], "guided_json": {"type": "object"}, "mirostat": 2, "n_probs": 5, "modalities": ["audio"], "functions": [1], "anything": 1, "grammar": "a",
-    "length_penalty": True, "detokenize": False, "use_beam_search": True,
-}  # fmt: skip
+
+def test_values_that_are_off_by_default_act(reader):
+    plain = reader.read({"prompt": "a"}, False).prompts
+    bare = reader.engine.tokenizer.encode("a", bos=False)
+    for name in ("add_special_tokens", "add_bos_token"):
+        assert reader.read({"prompt": "a", name: False}, False).prompts == [bare]
+        assert reader.read({"prompt": "a", name: True}, False).prompts == plain
+    for samples, temperature in ((False, 0), (True, 0.7)):
+        asked = reader.read({"prompt": "a", "do_sample": samples, "temperature": 0.7}, False)
+        assert asked.sampling.temperature == temperature
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_values_that_change_nothing_pass(reader, chat):
-    """A client's defaults pass, one by one and together; everything else is refused by its name."""
-    source = {"messages": [USER]} if chat else {"prompt": "a"}
-    plain = reader.read(source | {"seed": 1}, chat)
-    for name, value in HARMLESS.items():
-        assert reader.read(source | {"seed": 1, name: value}, chat) == plain, name
-    assert reader.read(source | {"seed": 1} | HARMLESS, chat) == plain
-    zeros = {"logit_bias": {"5": 0, "7": 0.0}}
-    assert reader.read(source | {"seed": 1} | zeros, chat) == plain
-    for name, value in HARMFUL.items():
-        said = refused(reader, chat, **{name: value})
-        why = ", as it cuts by" if name == "mirostat" else "; leave it out"
-        assert said.startswith(f"{name} = {json.dumps(value)} is not served{why}")
+def test_other_parameters_are_ignored_and_told_once(reader, chat, capsys):
+    """Whatever their value, as they change nothing; so are those that are served where they hold nothing."""
+    source = {"messages": [USER], "seed": 1} if chat else {"prompt": "a", "seed": 1}
+    plain = reader.read(source, chat)
+    off = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {"5": 0, "7": 0.0}, "min_tokens": 0}  # fmt: skip
+    off |= {"bad_words": [], "allowed_token_ids": None, "guided_json": None, "suffix": "", "top_k": -1, "stop": ""}  # fmt: skip
+    assert reader.read(source | off, chat) == plain and not capsys.readouterr().err
+    others = {"user": "u", "store": True, f"chat_{chat}": {"a": [1]}, "cache_prompt": False}
+    for _ in range(2):
+        assert reader.read(source | others, chat) == plain
+    assert (
+        capsys.readouterr().err
+        == f"note: ignored in requests: cache_prompt, chat_{chat}, store, user\n"
+    )
 
 
 def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
@@ -320,44 +291,6 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
     other = RequestReader(reader.engine, config, "demo")
     assert other.read({"prompt": "a"}, False).sampling.repetition_penalty == 1.3
     assert other.read({"prompt": "a", "repetition_penalty": 1}, False).sampling == plain
-
-
-@pytest.mark.parametrize("body, message", [
-    ({"frequency_penalty": "0.5"}, "frequency_penalty must be a number; it is '0.5'"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.01; it is 0"),
-    ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty is another name of repetition_penalty; give one of them"),
-    ({"typical_p": 0}, "typical_p must be in (0, 1]; it is 0"), ({"xtc_probability": 1.5}, "xtc_probability must be at most 1; it is 1.5"),
-    ({"repeat_last_n": 1.5}, "repeat_last_n must be a whole number; it is 1.5"), ({"dry_base": 9}, "dry_base must be at most 4; it is 9"),
-    ({"presence_penalty": 1e300}, "presence_penalty must be at most 100; it is 1e+300"),
-    ({"logit_bias": [[5, 1]]}, 'logit_bias must be an object, as {"15043": -100}'),
-    ({"logit_bias": {"a": 1}}, "logit_bias must be {\"token id\": number, ...}; 'a' is no token id"),
-    ({"logit_bias": {"5": 101}}, "a logit_bias must be from -100 to 100; that of 5 is 101"),
-    ({"logit_bias": {"5": True}}, "a logit_bias must be from -100 to 100; that of 5 is True"),
-    ({"logit_bias": {"999999": 1}}, "logit_bias: token ids must be in 0..4095; one is 999999"),
-    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias may name 1024 tokens; it names 1025"),
-    ({"bad_words": [1]}, "bad_words must be texts that are not empty; it is (1,)"),
-    ({"bad_words": ["a"] * 65}, "bad_words may have 64 texts, not 65"),
-    ({"bad_words": ["ab" * 99]}, "one of bad_words has 99 tokens; 16 are the most"),
-    ({"allowed_token_ids": ["a"]}, "allowed_token_ids must be token ids, as 5,17,3; it is 'a'"),
-    ({"allowed_token_ids": [4096]}, "allowed_token_ids: token ids must be in 0..4095; one is 4096"),
-    ({"allowed_token_ids": [281], "bad_words": ["self"]}, "bad_words has all of allowed_token_ids; leave one out"),
-    ({"min_tokens": -1}, "min_tokens must be at least 0; it is -1"),
-    ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to 2147483647; it is 0"),
-    ({"max_tokens": -2, "echo": True}, "max_tokens must be a whole number from 0 to 2147483647; it is -2"),
-    ({"prompt": ["a", "b"], "draft_tokens": [0]}, "draft_tokens has 1 values, and there are 2 prompts; give one for each"),
-    ({"dry_sequence_breakers": [1]}, "dry_sequence_breakers must be texts that are not empty; it is (1,)"),
-])  # fmt: skip
-def test_samplers_that_cannot_be_are_refused_by_name(reader, body, message):
-    assert refused(reader, False, **body) == message
-
-
-@pytest.mark.parametrize("name", ["dry_base", "draft_tokens"])
-def test_a_refusal_repeats_no_long_value(reader, name):
-    assert len(refused(reader, False, **{name: "9" * 10**6})) < 400
-
-
-def test_parameters_are_of_one_kind():
-    assert not WITHOUT_EFFECT & (SERVED | NEUTRAL.keys()) and not SERVED & NEUTRAL.keys()
 
 
 def test_many_stop_strings(reader):

@@ -12,7 +12,6 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 from test_tool_calls import ASKED, TOOLS, WEATHER, folder, running  # noqa: E402, F401
 
-from server.batcher import Refusal  # noqa: E402
 from server.replies import joined  # noqa: E402
 from server.responses import as_chat  # noqa: E402
 
@@ -126,23 +125,3 @@ def test_thinking_is_an_item_of_its_own(running):  # noqa: F811
     assert back == {"role": "assistant", "reasoning_content": "So it is.", "content": "Yes."}
 
 
-@pytest.mark.parametrize("body, said", [
-    ({}, "input is missing"), (5, "must be a JSON object"), ({"input": []}, "a list of at least one"), ({"input": 7}, "input must be"),
-    ({"input": "a", "previous_response_id": "r"}, "not stored here"), ({"input": "a", "background": True}, "background = True"),
-    ({"input": "a", "n": 2}, "leave n out"), ({"input": "a", "truncation": "auto"}, "truncation = auto"),
-    ({"input": [{"role": "assistant"}]}, "a role and a text"),
-    ({"input": [{"type": "computer_call"}]}, "input of type computer_call is not served"),
-    ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search is not served"), ({"input": "a", "tools": 4}, "must be a list"),
-])  # fmt: skip
-def test_refusals(body, said):
-    with pytest.raises(Refusal, match=said) as refused:
-        as_chat(body)
-    assert refused.value.status == 400 and "\n" not in str(refused.value)
-
-
-def test_refusals_of_the_reader(running):  # noqa: F811
-    image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
-    bad = [{"input": [{"role": "user", "content": [image]}]}, {"max_tool_calls": 3}, {"tool_choice": "required"}]  # fmt: skip
-    for body, said in zip(bad, ("images are not served", "max_tool_calls", "needs tools")):
-        with pytest.raises(openai.BadRequestError, match=said):
-            respond(running, **{"input": "a", **body})

@@ -77,25 +77,6 @@ def test_chats_streams_and_several_choices(running):
     ].message.content  # fmt: skip
 
 
-@pytest.mark.parametrize("form, message", [
-    (of_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    (of_schema({"enum": []}), "anyOf is empty"),
-    (of_schema({"enum": ["x" * 15000, "y" * 60000]}), "bytes"),
-    ({"type": "json_schema"}, "json_schema with its schema"),
-    ({"type": "json_schema", "json_schema": {"schema": []}}, "json_schema with its schema"),
-    ({"type": "xml"}, "must be of type"),
-    ("json", "must be of type"),
-])  # fmt: skip
-def test_refused_formats(running, form, message):
-    """Status 400, the parameter and the reason in one line."""
-    running.server.config.__dict__["max_body"] = 200_000
-    body = {"prompt": PROMPT, "response_format": form}
-    status, found = running.raw(json.dumps(body).encode())
-    error = found["error"]
-    assert (status, error["param"]) == (400, "response_format")
-    assert message in error["message"] and len(error["message"].splitlines()) == 1
-
-
 def test_a_grammar_that_ends_in_nothing_ends_one_request(running, monkeypatch):
     dead = Grammar(running.engine, 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/')
     with monkeypatch.context() as patch:

@@ -191,6 +191,21 @@ def test_a_draft_of_a_call_stays_in_the_thinking(served):
     assert thought == answer.message.reasoning_content
 
 
+def test_a_call_that_ends_open_thinking_is_a_call(served):
+    """As Qwen3.5 writes some; whole and streamed. One that a limit cuts off stays thinking."""
+    running = served(OPENS, f"I look: {ROME}")
+    for answer in (ask(running, tools=TOOLS), ask(running, tools=TOOLS, stream=True)):
+        chunks = [answer] if hasattr(answer, "usage") else list(answer)
+        parts = [each.choices[0] for each in chunks]
+        told = [getattr(part, "message", None) or part.delta for part in parts]
+        assert "".join(getattr(each, "reasoning_content", "") for each in told) == "I look:"
+        assert not any(each.content for each in told) and parts[-1].finish_reason == "tool_calls"
+        (call,) = [call for each in told for call in each.tool_calls or ()]
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+    cut = ask(running, tools=TOOLS, max_tokens=12).choices[0]
+    assert cut.message.tool_calls is None and cut.message.reasoning_content.startswith("I look: <t")
+
+
 @pytest.mark.skipif(chromium() is None, reason="there is no chromium; apt-get install chromium")
 def test_the_page_folds_the_thinking(served, tmp_path):
     running = served(OPENS, "Two and two.\n</think>\n\nFour: 4.")
