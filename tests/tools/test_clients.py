@@ -76,29 +76,6 @@ def test_the_official_client(running):
         messages.append({"role": "assistant", "content": text})
 
 
-def test_the_official_client_asynchronously(running):
-    import asyncio
-
-    async def ask() -> list[str]:
-        url = f"http://127.0.0.1:{running.port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
-            asked = [
-                client.chat.completions.create(
-                    model="demo",
-                    messages=[{"role": "user", "content": question}],
-                    seed=number,
-                    max_completion_tokens=12,
-                )
-                for number, question in enumerate(QUESTIONS)
-            ]
-            return [found.choices[0].message.content for found in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask()) == [
-        answer(running, [question], seed=number, max_new_tokens=12)
-        for number, question in enumerate(QUESTIONS)
-    ]
-
-
 def test_llm(running, tmp_path):
     """The program of that name, with options, streamed and whole, and a conversation that goes on."""
     pytest.importorskip("llm", reason="pip install llm")

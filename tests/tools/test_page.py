@@ -169,24 +169,6 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> http.clien
     return answer
 
 
-def test_keys_and_origins():
-    running = Running("--api_key", "secret", "--cors", "http://a.example")
-    try:
-        assert get(running.port, "/v1/models").status == 401
-        assert get(running.port, "/v1/models", Authorization="Bearer secre").status == 401
-        assert get(running.port, "/v1/models", Authorization="Bearer secret").status == 200
-        assert get(running.port, "/").status == 200 == get(running.port, "/health").status
-        question = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
-        asked = get(running.port, "/v1/chat/completions", "OPTIONS", **question)
-        assert asked.status == 200
-        assert asked.headers["access-control-allow-origin"] == "http://a.example"
-        question["Origin"] = "http://b.example"
-        other = get(running.port, "/v1/chat/completions", "OPTIONS", **question)
-        assert other.headers["access-control-allow-origin"] is None
-    finally:
-        running.close()
-
-
 def test_the_page_is_alone(running):
     """One file, which names no other host, and may ask none."""
     answer = get(running.port, "/")

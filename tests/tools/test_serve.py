@@ -132,6 +132,7 @@ RULES = [
     {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
     {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 0.8, "logit_bias": {"10": 4}, "typical_p": 0.9, "dry_multiplier": 0.8},
+    {"top_k": 10**6, "min_p": 0},
     {},
 ]
 
@@ -157,13 +158,6 @@ def test_a_request_has_its_own_parameters(running, rule):
     ids = encode(running.engine, ["Hello"], [])
     chat = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=12, **rule)
     assert found.choices[0].message.content == chat.text[0]
-
-
-def test_top_k_of_all_tokens_is_none(running):
-    want = running.own([PROMPT], 11).text[0]
-    for k in (0, -1, 10**6):
-        found = running.complete(seed=11, extra_body={"top_k": k, "min_p": 0})
-        assert found.choices[0].text == want
 
 
 def test_an_answer_up_to_the_context(running):
@@ -485,53 +479,63 @@ def test_who_does_not_go_on_is_dropped(running, monkeypatch):
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
 
 
-def test_names_of_other_machines_are_refused(running):
-    """At a loopback address, against pages whose name is resolved to it."""
-    for host, status in (
-        ("localhost", 200),
-        ("127.0.0.1:1", 200),
-        ("[::1]:1", 200),
-        ("LocalHost", 200),
-        ("example.org", 400),
-        ("localhost.example.org:80", 400),
-        ("localhost@example.org", 400),
-    ):
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
-        connection.request("GET", "/v1/models", headers={"Host": host})
-        response = connection.getresponse()
-        assert response.status == status
-        found = json.loads(response.read())
-        assert status == 200 or found["error"]["message"] == f"{host!r} is no name of this server"
-        connection.close()
+KEY = {"Authorization": "Bearer secret"}
+FOREIGN = {"Host": "llm.example.org"}
+
+
+@pytest.mark.parametrize("options, path, headers, status", [
+    # names of other machines, at a loopback address, against pages whose name is resolved to it
+    *[({}, "/v1/models", {"Host": host}, 200) for host in ("localhost", "127.0.0.1:1", "[::1]:1", "LocalHost")],
+    *[({}, "/v1/models", {"Host": host}, 400) for host in ("example.org", "localhost.example.org:80", "localhost@example.org")],
+    # behind a proxy: a request with the key may name any host; a page has no key, and its name is an option
+    *[({"api_key": "secret"}, path, FOREIGN | key, status) for path, key, status in (("/v1/models", KEY, 200), ("/v1/models", {}, 400), ("/", {}, 400))],
+    *[({"allowed_hosts": names}, "/v1/models", FOREIGN, status) for names, status in (("a.org, LLM.example.org", 200), ("*", 200), ("example.org", 400))],
+    ({"api_key": "secret", "allowed_hosts": "llm.example.org"}, "/", FOREIGN, 200),
+    # keys
+    *[({"api_key": "secret"}, "/v1/models", {"Authorization": brought}, status) for brought, status in (
+        ("Bearer secret", 200), ("bearer secret", 200), ("Bearer secrets", 401), ("Bearer secre", 401), ("Basic secret", 401), ("secret", 401), ("", 401))],
+    ({"api_key": "secret"}, "/", {}, 200), ({"api_key": "secret"}, "/health", {}, 200),
+])  # fmt: skip
+def test_who_may_ask(running, options, path, headers, status):
+    answer = client_of(running, **options).get(path, headers={"Host": "localhost", **headers})
+    assert answer.status_code == status
+    said = {400: "no name of this server", 401: "the key is missing or wrong"}.get(status)
+    assert said is None or said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("origins", ["http://a.example", "http://b.org, http://a.example/"])
+def test_origins(running, origins):
+    client = client_of(running, cors=origins, api_key="secret")
+    for origin, allowed in (("http://a.example", "http://a.example"), ("http://c.example", None)):
+        question = {"Host": "localhost", "Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = client.options("/v1/chat/completions", headers=question)
+        assert answer.headers.get("access-control-allow-origin") == allowed
+        assert (answer.status_code == 200) == bool(allowed)
+
+
+def client_of(running, **options: str) -> TestClient:
+    """A client of a server's application with other options, without a socket."""
+    other = object.__new__(serve.Server)
+    other_config = replace(running.server.config, **options)
+    vars(other).update(vars(running.server) | {"config": other_config})
+    return TestClient(other.app())
+
+
+def test_a_silent_stream_has_comments(running, monkeypatch):
+    """As while a long prompt is read; the client skips them."""
+    monkeypatch.setattr(serve, "SILENCE_S", 0.001)
+    body = {"prompt": PROMPT, "stream": True, "seed": 3, "max_tokens": 24}
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    head = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), head)
+    assert b"\n\n: still reading" in b"\n\n" + connection.getresponse().read()
+    connection.close()
+    events = running.complete(seed=3, stream=True)
+    assert "".join(event.choices[0].text for event in events) == running.own([PROMPT], 3).text[0]
+
+
+def test_addresses_of_this_machine():
     assert transport.is_loopback("::1") and not transport.is_loopback("0.0.0.0")
-
-
-def status_of(server: serve.Server, path: str, **headers: str) -> int:
-    """The status of a request to a server's application, without a socket."""
-    return TestClient(server.app()).get(path, headers=headers).status_code
-
-
-def test_names_behind_a_proxy(running):
-    """A request with the key may name any host; a page has no key, and its name is an option."""
-    foreign = {"Host": "llm.example.org"}
-
-    for options, keyed, unkeyed, page in (
-        ({"api_key": "secret"}, 200, 400, 400),
-        ({"api_key": "secret", "allowed_hosts": "a.org, LLM.example.org"}, 200, 401, 200),
-        ({"allowed_hosts": "llm.example.org"}, 200, 200, 200),
-        ({"allowed_hosts": "*"}, 200, 200, 200),
-        ({"allowed_hosts": "example.org"}, 400, 400, 400),
-    ):
-        other = object.__new__(serve.Server)
-        vars(other).update(
-            vars(running.server) | {"config": replace(running.server.config, **options)}
-        )
-        key = {"Authorization": "Bearer secret"}
-        assert status_of(other, "/v1/models", **foreign, **key) == keyed, options
-        assert status_of(other, "/v1/models", **foreign) == unkeyed, options
-        wrong = {"Authorization": "Bearer secrets"}
-        assert status_of(other, "/v1/models", **foreign, **wrong) == unkeyed, options
-        assert status_of(other, "/", **foreign) == page, options
 
 
 @pytest.mark.parametrize("host, remedy", [

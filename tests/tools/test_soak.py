@@ -82,70 +82,63 @@ class Soak:
         key = rng.choice(list(self.expected))
         body = {"prompt": key[0], "seed": key[1], "max_tokens": key[2], **RULES[key[3]]}
         try:
-            fault = getattr(self, kind)(body, self.expected[key])
+            fits = getattr(self, kind)(body, self.expected[key])
         except (OSError, http.client.HTTPException, ValueError) as error:
-            fault = repr(error)
+            fits = repr(error)
         with self.lock:
-            self.seen[kind] += not fault
-            if fault:
-                self.faults.append(f"request {number}, {kind}: {fault}")
+            self.seen[kind] += fits is True
+            if fits is not True:
+                self.faults.append(f"request {number}, {kind}: {fits}")
 
-    def send(self, data: bytes) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    def send(self, data: bytes) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        head = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", data, head)
-        return connection, connection.getresponse()
+        connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
+        return connection
 
-    def whole(self, body: dict, want: str) -> str:
-        connection, response = self.send(json.dumps(body).encode())
-        found = json.loads(response.read())
+    def read(self, data: bytes) -> tuple[int, str]:
+        """Send a request. Returns: the status and the text of the answer."""
+        connection = self.send(data)
+        response = connection.getresponse()
+        text = response.read().decode()
         connection.close()
-        if response.status != 200 or found["choices"][0]["text"] != want:
-            return f"{response.status}: {found} instead of {want!r}"
-        return ""
+        return response.status, text
 
-    def streamed(self, body: dict, want: str) -> str:
-        connection, response = self.send(json.dumps(body | {"stream": True}).encode())
-        events = response.read().decode().split("\n\n")
-        connection.close()
-        if events[-2:] != ["data: [DONE]", ""]:
-            return f"the stream ends with {events[-2:]}"
-        parts = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    def whole(self, body: dict, want: str) -> bool:
+        status, found = self.read(json.dumps(body).encode())
+        return status == 200 and json.loads(found)["choices"][0]["text"] == want
+
+    def streamed(self, body: dict, want: str) -> bool:
+        _, found = self.read(json.dumps(body | {"stream": True}).encode())
+        *events, done, end = found.split("\n\n")
+        parts = [json.loads(event.removeprefix("data: ")) for event in events]
         text = "".join(part["choices"][0]["text"] for part in parts)
-        return "" if text == want else f"{text!r} instead of {want!r}"
+        return (text, done, end) == (want, "data: [DONE]", "")
 
-    def cancelled(self, body: dict, want: str) -> str:
+    def cancelled(self, body: dict, want: str) -> bool:
         """Leave after the first event of a long answer."""
-        long = body | {"stream": True, "max_tokens": 400}
-        connection, response = self.send(json.dumps(long).encode())
+        connection = self.send(json.dumps(body | {"stream": True, "max_tokens": 400}).encode())
+        response = connection.getresponse()
         begun = response.readline().startswith(b"data: ")
         response.close()
         connection.close()
-        return "" if begun else "the stream began with no event"
+        return begun
 
-    def broken(self, body: dict, want: str) -> str:
-        data = random.Random(want).choice(
-            [b"{", b"[1]", b'{"prompt": 1}', b'{"prompt": "a", "n": "x"}', b"\xff"]
-        )
-        connection, response = self.send(data)
-        found = json.loads(response.read())
-        connection.close()
-        return "" if response.status == 400 and found["error"] else f"{response.status}: {found}"
+    def broken(self, body: dict, want: str) -> bool:
+        bodies = [b"{", b"[1]", b'{"prompt": 1}', b'{"prompt": "a", "n": "x"}', b"\xff"]
+        status, found = self.read(random.Random(want).choice(bodies))
+        return status == 400 and bool(json.loads(found)["error"])
 
-    def unsent(self, body: dict, want: str) -> str:
+    def unsent(self, body: dict, want: str) -> bool:
         """Leave in the middle of a body."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=600) as client:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
             client.sendall(f'{head}Content-Type: application/json\r\n\r\n{{"prompt"'.encode())
-        return ""
+        return True
 
-    def unread(self, body: dict, want: str) -> str:
+    def unread(self, body: dict, want: str) -> bool:
         """Leave without reading a whole answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        data = json.dumps(body | {"max_tokens": 400}).encode()
-        connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-        connection.close()
-        return ""
+        self.send(json.dumps(body | {"max_tokens": 400}).encode()).close()
+        return True
 
 
 def expected_texts() -> dict:
