@@ -4,8 +4,8 @@ scripts/serve.py starts it, with every option of generate.py that says what is d
 
 1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
    or one whose client has left, is evicted for the next request.
-2. The event loop reads requests (transport.py), refuses unserved options by name (parameters.py),
-   and answers (replies.py, responses.py): whole, or in events as the text comes.
+2. The event loop reads requests (transport.py, bodies.py, parameters.py) and answers (replies.py,
+   responses.py): whole, or in events as the text comes.
 
 The text is a function of (weights, prompt, parameters of sampling, seed, number of the choice), and
 of the JSON schema in `response_format` (drafts/grammar.py, which needs llguidance): that of

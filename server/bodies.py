@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -55,6 +56,11 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: held for name, held in value.items() if held is not None}
     return value
+
+
+def in_log(names: Iterable[str]) -> str:
+    """Return names of a request for a line of the log: not all, and no control characters."""
+    return ", ".join(sorted(names))[: 3 * SHOWN].encode("unicode_escape").decode()
 
 
 def text_of(content: Any) -> Any:

@@ -24,7 +24,7 @@ from run.parsing import by_names, check_kinds
 from run.prompts import ContextOverflow, check_ids
 from run.tree_paths import DraftLimit
 from server.batcher import Refusal
-from server.bodies import DRAWN, SHOWN, Body, Chat, Completion, as_whole, parsed
+from server.bodies import DRAWN, SHOWN, Body, Chat, Completion, as_whole, in_log, parsed
 from server.call_forms import Form, form_of
 from server.options import ServeConfig
 from server.tool_calls import Tools, as_taken, read_messages, read_tools
@@ -86,7 +86,7 @@ class RequestReader:
         self.engine = engine
         self.config = config
         self.name = name
-        self.told: set[frozenset[str]] = set()  # ignored names that the log has
+        self.told: set[str] = set()  # ignored names that the log has
 
     @lru_cache(maxsize=64)  # noqa: B019  (one reader a server)
     def _template(self, system: str | None) -> Any:
@@ -146,9 +146,10 @@ class RequestReader:
 
     def _tell_ignored(self, names: frozenset[str]) -> None:
         """Name the parameters of a request that are not served, once for each set of them."""
-        if names and names not in self.told and len(self.told) < MOST_TOLD:
-            self.told.add(names)
-            log_note(f"ignored in requests: {', '.join(sorted(names))[:300]}")
+        shown = in_log(names)
+        if names and shown not in self.told and len(self.told) < MOST_TOLD:
+            self.told.add(shown)
+            log_note(f"ignored in requests: {shown}")
 
     def _check_capacity(self, answers: int) -> None:
         most = self.config.max_waiting + self.config.batch_size

@@ -20,7 +20,7 @@ from typing import Any
 from files.tokenizer import Tokenizer
 from options import log_note, require
 from server.batcher import Delta, Refusal
-from server.bodies import SHOWN, text_of, without_nulls
+from server.bodies import SHOWN, in_log, text_of, without_nulls
 from server.call_forms import new_id
 from server.parameters import RequestParams, refusal
 from server.replies import Reply
@@ -77,9 +77,9 @@ def _of_kind(body: dict, name: str, default: Any) -> Any:
 def _tools(tools: list) -> list[dict]:
     """Return the functions among tools, in the form of chats."""
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    others = sorted({str(kind)[:SHOWN] for kind in kinds if kind != "function"})
+    others = {str(kind) for kind in kinds if kind != "function"}
     if others:
-        log_note(f"tools that are left out, as they are no functions: {', '.join(others)[:300]}")
+        log_note(f"tools that are left out, as they are no functions: {in_log(others)}")
     functions = [tool for tool, kind in zip(tools, kinds) if kind == "function"]
     return [
         {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}

@@ -246,12 +246,12 @@ def test_other_parameters_are_ignored_and_told_once(reader, chat, capsys):
     off = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {"5": 0, "7": 0.0}, "min_tokens": 0}  # fmt: skip
     off |= {"bad_words": [], "allowed_token_ids": None, "guided_json": None, "suffix": "", "top_k": -1, "stop": ""}  # fmt: skip
     assert reader.read(source | off, chat) == plain and not capsys.readouterr().err
-    others = {"user": "u", "store": True, f"chat_{chat}": {"a": [1]}, "cache_prompt": False}
+    others = {"user": "u", "store": True, f"chat_{chat}\n": {"a": [1]}, "cache_prompt": False}
     for _ in range(2):
         assert reader.read(source | others, chat) == plain
     assert (
         capsys.readouterr().err
-        == f"note: ignored in requests: cache_prompt, chat_{chat}, store, user\n"
+        == f"note: ignored in requests: cache_prompt, chat_{chat}\\n, store, user\n"
     )
 
 

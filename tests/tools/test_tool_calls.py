@@ -225,7 +225,9 @@ def tools_of(form: Form, several: bool = True) -> Tools:
     return Tools([], {"weather": WEATHER, "now": NOTHING}, [], several, form)
 
 
-def in_parts(tools: Tools, text: str, size: int, reason: str = "length") -> tuple[str, list[tuple[str, str]]]:
+def in_parts(
+    tools: Tools, text: str, size: int, reason: str = "length"
+) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls of a text that comes in parts."""
     finder = Finder(tools)
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)] or [""]
