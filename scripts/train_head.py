@@ -3,25 +3,22 @@
     python scripts/train_head.py --checkpoint MODEL --out heads/mine --hours 2
     python generate.py --checkpoint MODEL --head heads/mine --chat
 
-1. A measurement of a tenth of the hours at most gives the plan: the hours, disk and memory of
-   every stage. Hours that cannot suffice are refused as soon as that is known.
-2. Answers: the target answers prompts, also its own (train/generate_answers.py).
-3. Features: its hidden states over these texts go to a file (train/feature_cache.py).
-4. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 where
-   the hours suffice for a million tokens; then the sharpness (train/train_eagle.py). With
-   `--kind dflash2` it is a block drafter (train/train_block.py).
-5. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
+1. A step of training is measured. After a minute of answers the program says what the hours bring,
+   and refuses hours that cannot suffice.
+2. Answers: the target answers prompts, also its own (train/generate_answers.py), until the time
+   that is left is what training on them takes, with the evaluation behind it.
+3. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 for a
+   million tokens and more; then the sharpness (train/train_eagle.py). With `--kind dflash2` it is
+   a block drafter (train/train_block.py). It ends by the clock.
+4. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
    card, `README.md`, and `training.json` are written, and of an EAGLE-3 head GGUF files for
    llama.cpp (export_head.py).
 
-Every stage ends by the clock, when its share of the hours is used, before a kill or after.
-With `--tokens` in place of `--hours` no clock ends a stage. Where a stage brings far less than
-planned, the program says so, and asks on a terminal whether to go on.
-OUT/run.json holds the plan and the state, OUT/log.txt what was printed. After a kill the same
-command goes on, also with more hours: with the next batch of answers or features, the last saved
+With `--tokens` in place of `--hours` no clock ends a stage. OUT/run.json holds the state. After a
+kill the same command goes on, also with more hours: with the answers that are there, the last saved
 step, the next round of a task.
-Trade-off: the stages of a run have fixed shares of the time. HASS reuses the target's last feature
-and learns from few tokens; EAGLE-3 overtakes it with many (benchmarks/TRAINING.md).
+Trade-off: HASS reuses the target's last feature and learns from few tokens; EAGLE-3 overtakes it
+with many (benchmarks/TRAINING.md).
 """
 
 from __future__ import annotations
@@ -32,29 +29,27 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import hashlib
-import io
 import json
 import math
 import re
-import select
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
 from files.fetch import fetched
 from files.gguf_header import read_header
-from files.io import is_gguf, read_json, read_text, write_text
+from files.io import folder_lock, is_gguf, read_json, read_text, write_text
 from files.registry import check_architecture
 from options import log_note, require
 from run.options import DEFAULT, ROOT, pick_device
 from run.parsing import one_line_errors, option, parse, processors
+from scripts.train.train_options import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -66,12 +61,12 @@ class HeadConfig:
     )
     out: str = option("heads/mine", "directory to write; an unfinished run in it goes on")
     hours: float = option(
-        2.0, "time for everything, on this machine; it can be raised when a run goes on", least=0
+        2.0, "time for everything, on this machine; it can be changed when a run goes on", least=0
     )
     tokens: int = option(
         0,
         "answer tokens to train on, however long that takes; 0: as many as --hours allow",
-        least=8000,  # plan.LEAST_TOKENS
+        least=8000,  # LEAST_TOKENS
     )
     prompts: str = option(
         str(ROOT / "data/train/gsm8k_train_clean.jsonl"),
@@ -90,36 +85,45 @@ class HeadConfig:
         "all levels in one pass",
         ("eagle", "dflash2"),
     )
+    init: str = option("", "directory of an EAGLE-3 head to go on with; empty: a new head")
+    answers: int = option(48, "answers decoded together; a GPU has room for hundreds", least=1)
+    batch_size: int = option(4, "sequences of a training step; a GPU has room for 32", least=1)
     chat: str = option("", "chat template; empty: the checkpoint's own")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0, most=processors())
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
     @property
-    def most_hours(self) -> float:
-        """The hours that end the stages."""
-        return math.inf if self.tokens else self.hours
+    def seconds(self) -> float:
+        """The time for everything."""
+        return math.inf if self.tokens else 3600 * self.hours
 
-    def answers(self, tokens: float | None = None) -> AnswerConfig:
-        """Return the options of the answers; few are answered in small batches, of every kind."""
-        if tokens is None:
-            tokens = ANSWER_TOKENS
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """The recipes that may be taken, each for more tokens than the one before."""
+        return ("EAGLE-3",) if self.init else KINDS[self.kind].recipes
+
+    def answering(self) -> AnswerConfig:
+        """Return the options of the answers; few are decoded in small batches, of every kind."""
+        fitting = math.ceil(self.tokens / BATCH_TOKENS) or self.answers
         return AnswerConfig(
-            batch_size=min(48, math.ceil(tokens / BATCH_TOKENS)),
+            batch_size=min(self.answers, fitting),
             checkpoint=self.checkpoint,
             out=str(Path(self.out, "answers")),
             prompts=self.prompts,
             given=self.given,
             chat=self.chat,
-            tokens=tokens,
             device=self.device,
         )
 
-    def training(self, recipe: str, **options: Any) -> train_eagle.TrainOptions:
+    def training(self, recipe: str, **options: Any) -> TrainOptions:
         """Return the options of the training. recipe: one of RECIPES"""
+        if self.init:
+            options = options | {"init": self.init, "draft_vocab": 0}
         return KINDS[self.kind].options(
             checkpoint=self.checkpoint,
             out=self.out,
             data=str(Path(self.out, "answers", "answers.jsonl")),
+            batch_size=self.batch_size,
             chat=self.chat,
             threads=self.threads,
             device=self.device,
@@ -131,9 +135,8 @@ def check_place(out: Path) -> None:
     """Check that a directory holds a run, or nothing. Raises: ValueError."""
     if out.is_file():
         raise ValueError(f"--out: {out} is a file; name a directory")
-    known = {"run.json", "log.txt"}  # the second alone: of a run that was killed before its plan
-    names = {file.name for file in out.iterdir()} if out.is_dir() else known
-    if names and names.isdisjoint(known):
+    names = {file.name for file in out.iterdir()} if out.is_dir() else set()
+    if names - {".lock"} and "run.json" not in names:
         raise ValueError(
             f"--out: {out} holds something else than a run of train_head.py; name another directory"
         )
@@ -145,6 +148,8 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
     with one_line_errors("train_head.py"):
         has_one = not config.tokens or config.hours == HeadConfig.hours
         require(has_one, "--tokens: the hours follow from the tokens; drop --hours")
+        new = not config.init or config.kind == "eagle"
+        require(new, f"--init goes on with an EAGLE-3 head, not with --kind {config.kind}")
         from files.chat import chat_template  # these need packages that --help does not
         from files.tokenizer import Tokenizer
 
@@ -160,40 +165,24 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
 COMMAND = read_command() if __name__ == "__main__" else None
 
 import torch
-from tqdm import tqdm
 
-from backends.cpp.build import folder_lock
 from files.config import read_raw
 from run.methods import head_kinds
 from scripts import export_head
 from scripts.bench import papers
 from scripts.bench.measure import shown_path
 from scripts.bench.report import BRIEF, tables
-from scripts.train import train_block, train_eagle
-from scripts.train.feature_cache import weights_hash
-from scripts.train.generate_answers import AnswerConfig, Run, answer, by_tokens, read_turns
-from scripts.train.plan import (
-    EPOCHS,
-    LEAST_TOKENS,
-    PROMPTS,
-    STAGES,
-    TEXT_PER_ANSWER,
-    Measurement,
-    in_words,
-    make_plan,
-    plan_text,
-)
+from scripts.train import train_block, train_eagle, training
+from scripts.train.feature_cache import check_room, weights_hash
+from scripts.train.generate_answers import AnswerConfig, answer, read_turns
 
-ANSWER_TOKENS = AnswerConfig.tokens  # without a plan
-COMMON = {
-    "seq_len": 512, "batch_size": 4, "optimizer": "muon", "eval_prompts": 24, "patience": 2,
-}  # fmt: skip
-OF_EAGLE = COMMON | {"unroll": 3, "draft_vocab": 8192}
+OF_EAGLE = {"seq_len": 512, "optimizer": "muon", "eval_prompts": 24, "patience": 2}
+OF_BLOCK = OF_EAGLE | {"selector_rank": 64, "block_size": 6, "layers": 1, "decay": 3.0, "lr": 3e-3}
+OF_EAGLE |= {"unroll": 3, "draft_vocab": 8192}
 RECIPES = {  # by measurement (benchmarks/TRAINING.md)
     "HASS": OF_EAGLE | {"init": "feature", "token_weight": 1.0, "lr": 3e-3, "muon_lr": 4e-3},
     "EAGLE-3": OF_EAGLE | {"version": 3, "lr": 2e-3, "muon_lr": 2e-3},
-    "DFlash2": COMMON
-    | {"selector_rank": 64, "block_size": 6, "layers": 1, "decay": 3.0, "lr": 3e-3},
+    "DFlash2": OF_BLOCK,
 }
 
 
@@ -201,24 +190,31 @@ class Kind(NamedTuple):
     """A value of --kind."""
 
     recipes: tuple[str, ...]  # each is for more tokens than the one before
-    options: type[train_eagle.TrainOptions]
-    method: Callable[[], train_eagle.TrainingParts]
+    options: type[TrainOptions]
+    method: training.Recipe
     draft: str  # its name in generate.py
 
 
 KINDS = {
-    "eagle": Kind(("HASS", "EAGLE-3"), train_eagle.TrainConfig, train_eagle.eagle_method, "eagle"),
-    "dflash2": Kind(("DFlash2",), train_block.BlockTrainConfig, train_block.block_method, "block"),
+    "eagle": Kind(("HASS", "EAGLE-3"), train_eagle.TrainConfig, train_eagle.EAGLE, "eagle"),
+    "dflash2": Kind(("DFlash2",), train_block.BlockTrainConfig, train_block.BLOCK, "block"),
 }
+STAGES = ("measuring", "answers", "training", "evaluation")
 EAGLE_3_TOKENS = 1_000_000  # trained on; fewer are for HASS
+EPOCHS = 3  # as the bundled head (benchmarks/TRAINING.md)
+TEXT_PER_ANSWER = 1.5  # tokens trained on, prompts included, per answer token
+LEAST_TOKENS = 8000  # of answers; fewer may hold out no prompt
+EVALUATION = 0.15  # of the time
+COMPILING_S = 60.0  # of the losses, on two cores
+SAY_S = 60.0  # between lines about the answers; the first says what the hours bring
+SURE_S = 300.0  # of answers, until their rate counts: at first, prompts are read
+SAVE_S = 10.0  # between writes of the state
 TASKS = "gsm8k,humaneval,mt_bench"
-VERSION = 5  # of run.json
-# answer tokens for each sequence of a batch: so a batch of each of the ten kinds of prompts is
-# answered, whatever the budget (an answer has about 200)
+PROMPTS = 20  # of a task, at most
+VERSION = 6  # of run.json
+# answer tokens for each sequence of a batch: so prompts of every source are answered, whatever the
+# budget (an answer has about 200)
 BATCH_TOKENS = 2000
-LINE_S = 60.0  # between lines about a stage
-MISSED = 0.8  # of what was planned for a stage; less is said
-ASK_S = 60.0  # to answer whether the run goes on; it does after that
 STEPS = 1000  # units of the schedule of training, which goes by the clock
 METHODS = "none,ngram,{0}:chain:tree_depth=5,{0}:dynamic,{0}:auto"
 
@@ -227,7 +223,7 @@ METHODS = "none,ngram,{0}:chain:tree_depth=5,{0}:dynamic,{0}:auto"
 
 
 class Job:
-    """A run in its directory. Writes: run.json, at every change."""
+    """A run in its directory, and its clock."""
 
     def __init__(self, config: HeadConfig):
         """Read the state, or begin a run. Raises: ValueError where another run is in OUT."""
@@ -235,194 +231,188 @@ class Job:
         self.out = Path(config.out)
         self.file = self.out / "run.json"
         self.mark = time.perf_counter()
-        self.line_mark = self.mark  # of the last line about a stage
+        self.saved_at = self.mark
         prompts = [read_turns(Path(p), "--prompts") for p in config.prompts.split(",")]
         identity = {
             "version": VERSION,
             "weights": weights_hash(Path(config.checkpoint)),
             "tokens": config.tokens,
             "kind": config.kind,
+            "init": config.init,
             "chat": config.chat,
             "given": config.given,
+            "batch_size": config.batch_size,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
-        self.state = {
-            "identity": identity,
-            "hours": config.hours,
-            "done": [],
-            "seconds": dict.fromkeys(("plan", *STAGES), 0.0),
-        }
+        self.state = {"identity": identity, "done": [], "seconds": dict.fromkeys(STAGES, 0.0)}
         if self.file.is_file():
             self.state = read_json(self.file)
             self._check(identity)
-            if config.hours != self.state["hours"]:
-                self._extend()
+        self.save()
 
     def _check(self, identity: dict[str, Any]) -> None:
         for name, value in identity.items():
             was = self.state["identity"].get(name)
-            if value == was:
-                continue
-            if name == "weights":
+            if value != was:
                 raise ValueError(
-                    f"--checkpoint: the weights of {self.config.checkpoint} changed since "
-                    f"{self.out} was begun (sha256 {str(was)[:8]}, now {value[:8]}); restore "
-                    "them, or name another --out"
+                    f"--out: {self.out} holds another run ({name} was {str(was)[:80]!r}, not "
+                    f"{str(value)[:80]!r}); use its options and weights, or name another directory"
                 )
-            raise ValueError(
-                f"--out: {self.out} holds another run ({name} was {was!r}, not {value!r}); "
-                "use its options, or name another directory"
-            )
-
-    def _extend(self) -> None:
-        """Take the hours of this command, which are more. Writes: the state, not its file."""
-        hours = self.state["hours"]
-        if self.config.hours < hours:
-            raise ValueError(
-                f"--hours: {self.out} was begun with {hours:g}, which can be raised, not lowered; "
-                f"give --hours {hours:g} or more, or name another --out"
-            )
-        if "training" in self.state["done"]:
-            raise ValueError(
-                f"--hours: the head in {self.out} is trained, with --hours {hours:g}; give these, "
-                "or name another --out"
-            )
-        if "answers" not in self.state["done"]:
-            self.state.pop("plan", None)  # the tokens follow from the hours
-        self.state["hours"] = self.config.hours
 
     def save(self) -> None:
         """Write the state."""
+        self.saved_at = self.mark
         write_text(str(self.file), json.dumps(self.state, indent=1))
 
-    def table(self) -> str:
-        """Return the plan, and the time of the stages that are done."""
-        taken_s = {stage: self.state["seconds"][stage] for stage in self.state["done"]}
-        return plan_text(self.state["plan"], taken_s)
+    def tick(self, stage: str, done: bool = False) -> float:
+        """Count the time since the last tick to a stage. Writes: run.json, now and then.
 
-    def tick(self, stage: str, done: bool = False, so_far: str = "") -> float:
-        """Count the time since the last tick to a stage, and say it now and then.
-
-        so_far: what the stage has brought
-        Returns: the time (s). Writes: run.json.
+        Returns: the seconds left for everything.
         """
         now = time.perf_counter()
-        part_s = now - self.mark
-        self.state["seconds"][stage] += part_s
+        self.state["seconds"][stage] += now - self.mark
         self.mark = now
         if done:
             self.state["done"].append(stage)
-        elif stage in STAGES and now - self.line_mark >= LINE_S:
-            self.line_mark = now
-            spent = in_words(self.state["seconds"][stage])
-            planned = in_words(self.state["plan"]["seconds"][stage])
-            tqdm.write(f"{stage}: {spent} of about {planned}{so_far}")
-        self.save()
-        return part_s
+        if done or now - self.saved_at >= SAVE_S:
+            self.save()
+        return self.config.seconds - sum(self.state["seconds"].values())
 
-    def allowed_s(self, stage: str) -> float:
-        """Return the seconds of a stage: its planned share of the time that earlier ones left."""
-        done = ("plan", *self.state["done"])
-        used_s = sum(self.state["seconds"][name] for name in done)
-        planned = self.state["plan"]["seconds"]
-        share = planned[stage] / sum(planned[name] for name in STAGES if name not in done)
-        return max(self.config.most_hours * 3600 - used_s, 0.0) * share
+    def training_left_s(self, stage: str) -> float:
+        """Count the time to a stage. Returns: the seconds until the evaluation."""
+        return self.tick(stage) - EVALUATION * self.config.seconds
 
-    def left_s(self, stage: str) -> float:
-        """Count the time to a stage. Returns: the seconds left of it. Writes: run.json."""
-        self.tick(stage)
-        return self.allowed_s(stage) - self.state["seconds"][stage]
+    def recipe_for(self, tokens: float) -> str:
+        """Return the recipe for so many answer tokens."""
+        is_few = tokens * TEXT_PER_ANSWER * EPOCHS < EAGLE_3_TOKENS
+        return self.config.recipes[0 if is_few else -1]
 
-    def over(self, stage: str, share: float = 1.0, so_far: str = "") -> bool:
-        """Count a part of a stage, and tell whether less than half of the next one fits.
-
-        share: of the time of the stage; so_far: as for `tick`
-        Writes: run.json.
-        """
-        part_s = self.tick(stage, so_far=so_far)
-        return self.state["seconds"][stage] + part_s / 2 >= share * self.allowed_s(stage)
-
-    def check_brought(self, stage: str, made: int, planned: int, unit: str) -> None:
-        """Say where a stage brought far less than planned; on a terminal, offer to stop there.
-
-        unit: of `made` and `planned`
-        Raises: ValueError to stop.
-        """
-        if made >= MISSED * planned:
-            return
-        spent = in_words(self.state["seconds"][stage])
-        print(f"note: {made} of the {planned} planned {unit} of {stage} are there after {spent}")
-        if self.config.tokens or not (sys.stdin.isatty() and sys.stderr.isatty()):
-            return
-        print("Enter: go on with these, as after a minute; n: stop, for more --hours", flush=True)
-        ready = select.select([sys.stdin], [], [], ASK_S)[0]
-        if ready and sys.stdin.readline().strip().lower().startswith("n"):
-            raise ValueError(
-                f"stopped; the same command with more than --hours {self.config.hours:g} goes on"
-            )
+    def token_s(self, recipe: str) -> float:
+        """Return the seconds of training for an answer token: its features, and all epochs."""
+        cost = training.StepCost(*self.state["costs"][recipe])
+        return TEXT_PER_ANSWER / cost.tokens * (cost.feature_s + EPOCHS * cost.step_s)
 
 
-def plan_of(config: HeadConfig, measured: Measurement) -> dict[str, Any]:
-    """Measure the stages. Returns: the plan of the recipe that the hours suffice for."""
-    kind = KINDS[config.kind]
-    measured.answers(config.answers())
-    for recipe in kind.recipes:
-        measured.training(config.training(recipe), kind.method())
-        plan = make_plan(measured.costs, config.hours, config.out, config.tokens)
-        if plan["tokens"] * TEXT_PER_ANSWER * EPOCHS < EAGLE_3_TOKENS:
+def measure(job: Job) -> None:
+    """Measure a step of every recipe. Writes: the state. Raises: ValueError for too few hours."""
+    config = job.config
+    job.state["costs"] = {
+        recipe: training.step_cost(config.training(recipe), KINDS[config.kind].method)
+        for recipe in config.recipes
+    }
+    if expected_tokens(job, job.training_left_s("measuring"), 0, math.inf) < LEAST_TOKENS:
+        refuse(job, math.inf)
+    job.tick("measuring", done=True)
+
+
+def expected_tokens(job: Job, left_s: float, tokens: int, rate: float) -> int:
+    """Return the answer tokens that the time suffices for, their training included.
+
+    left_s: before the evaluation; tokens: so far; rate: per second
+    """
+    if job.config.tokens:
+        return job.config.tokens
+    for recipe in job.config.recipes:
+        expected = (left_s - COMPILING_S + tokens / rate) / (1 / rate + job.token_s(recipe))
+        if job.recipe_for(expected) == recipe:
             break
-    return plan | {"recipe": recipe}
+    return int(expected)
+
+
+def refuse(job: Job, rate: float) -> NoReturn:
+    """Refuse hours that cannot suffice. rate: answer tokens per second. Raises: ValueError."""
+    hours = job.config.hours
+    token_s = 1 / rate + job.token_s(job.config.recipes[0])
+    least_s = job.state["seconds"]["measuring"] + COMPILING_S + LEAST_TOKENS * token_s
+    least = math.ceil(least_s / (1 - EVALUATION) / 360) / 10
+    raise ValueError(
+        f"--hours {hours:g} is too short for {LEAST_TOKENS} answer tokens, which a head needs at "
+        f"least; the same command goes on with --hours {max(least, hours + 0.1):.1f} or more"
+    )
+
+
+class Answers:
+    """The progress of the answers by the clock."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.begin: tuple[int, float] | None = None  # tokens and seconds of the first look
+        self.said_s = 0.0  # when the last line was said
+
+    def are_over(self, tokens: int) -> bool:
+        """Return whether the answers end; say what the time brings now and then. tokens: so far
+
+        Raises: ValueError for hours that cannot suffice.
+        """
+        job = self.job
+        left_s = job.training_left_s("answers")
+        now_s = job.state["seconds"]["answers"]
+        if self.begin is None:
+            self.begin = (tokens, now_s)
+            self.said_s = now_s
+        spent_s = now_s - self.begin[1]
+        rate = max(tokens - self.begin[0], 1) / max(spent_s, 1e-9)
+        if now_s - self.said_s >= SAY_S:
+            self.said_s = now_s
+            expected = self._say(tokens, rate, left_s)
+            if expected < LEAST_TOKENS and spent_s >= SURE_S:
+                refuse(job, rate)
+        if job.config.tokens:
+            return tokens >= job.config.tokens
+        if tokens < LEAST_TOKENS:
+            if left_s <= COMPILING_S:
+                refuse(job, rate)
+            return False
+        return left_s <= COMPILING_S + tokens * job.token_s(job.recipe_for(tokens))
+
+    def _say(self, tokens: int, rate: float, left_s: float) -> int:
+        """Say what the time brings. Returns: the expected tokens. Raises: ValueError: no room."""
+        job = self.job
+        expected = expected_tokens(job, left_s, tokens, rate)
+        recipe = job.recipe_for(expected)
+        cost = training.StepCost(*job.state["costs"][recipe])
+        batches = math.ceil(TEXT_PER_ANSWER * expected / cost.tokens)
+        check_room(job.out / "features.bin", batches * cost.feature_bytes)
+        hours = (COMPILING_S + expected * job.token_s(recipe)) / 3600
+        print(
+            f"{tokens} answer tokens, {rate:.1f} per second; expected: {expected}, and {hours:.2f} "
+            f"hours of training by {recipe}",
+            flush=True,
+        )
+        return expected
 
 
 def write_answers(job: Job) -> None:
     """Stage 1. Writes: OUT/answers."""
-
-    def over(run: Run) -> float:
-        tokens = run.total()
-        is_over = job.over("answers", so_far=f", {tokens} of about {planned} tokens")
-        if job.config.tokens:
-            return by_tokens(run)
-        if tokens < LEAST_TOKENS:
-            return min(by_tokens(run), 0.99)
-        return 1.0 if is_over else job.state["seconds"]["answers"] / job.allowed_s("answers")
-
-    planned = job.state["plan"]["tokens"]
-    run = answer(job.config.answers(planned), over)
-    job.check_brought("answers", run.total(), planned, "tokens")
+    run = answer(job.config.answering(), Answers(job).are_over)
     job.state["tokens"] = run.total()
     job.state["data"] = run.lines()
+    job.state["recipe"] = job.recipe_for(run.total())
     job.tick("answers", done=True)
 
 
 def train(job: Job) -> None:
-    """Stages 2 and 3. Writes: OUT."""
+    """Stage 2. Writes: OUT."""
+    method = KINDS[job.config.kind].method
     features = job.out / "features.bin"
-    config = job.config.training(job.state["plan"]["recipe"], features=str(features))
-    made = train_eagle.ready(config, KINDS[job.config.kind].method())
-    job.tick("training")  # else the time to open would count as a batch of features
-    if "features" not in job.state["done"]:
-        over = partial(job.over, "features")
-        job.state["batches"] = train_eagle.fill_features(config, made, over)
-        planned = len(made.features.kept)
-        job.check_brought("features", job.state["batches"], planned, "batches")
-        job.tick("features", done=True)
-    by_clock = not job.config.tokens
-    steps = STEPS if by_clock else EPOCHS * job.state["batches"]
-    config = replace(
+    config = job.config.training(job.state["recipe"], features=str(features))
+    made = training.ready(config, method)
+    job.state["batches"] = made.features.batches
+    steps = EPOCHS * job.state["batches"] if job.config.tokens else STEPS
+    made.config = replace(
         config,
         steps=steps,
         warmup=steps // 40,
         eval_every=max(steps // 5, 1),
-        epoch_batches=job.state["batches"],
         resume=(job.out / "resume.pt").is_file(),
     )
-    left_s = partial(job.left_s, "training")
-    train_eagle.train(config, made, left_s if by_clock else None)
+    left_s = partial(job.training_left_s, "training")
+    training.train(made, None if job.config.tokens else left_s)
     job.tick("training", done=True)
 
 
 def evaluate(job: Job) -> None:
-    """Stage 4. Writes: OUT/evaluation.jsonl, OUT/README.md, OUT/training.json."""
+    """Stage 3. Writes: OUT/evaluation.jsonl, OUT/README.md, OUT/training.json."""
     config = job.config
     tasks = TASKS.split(",")
     bench = papers.BenchConfig(
@@ -438,7 +428,13 @@ def evaluate(job: Job) -> None:
         json=str(job.out / "evaluation.jsonl"),
     )
     bench.check()
-    rows = papers.run(bench, lambda task: job.over("evaluation", (task + 1) / len(tasks)))
+
+    def is_over(task: int) -> bool:
+        left_s = job.tick("evaluation")
+        spent_s = job.state["seconds"]["evaluation"]
+        return spent_s >= (left_s + spent_s) * (task + 1) / len(tasks)
+
+    rows = papers.run(bench, is_over)
     job.tick("evaluation")
     info = read_json(job.out / "training.json")
     info["run"] = asdict(config) | job.state
@@ -452,7 +448,7 @@ def evaluate(job: Job) -> None:
 
 def export(job: Job) -> None:
     """Write an EAGLE-3 head for llama.cpp. Writes: OUT/head-TYPE.gguf; a note where it cannot."""
-    if job.state["plan"]["recipe"] != "EAGLE-3":
+    if job.state["recipe"] != "EAGLE-3":
         return
     try:
         head = export_head.read(job.out, Path(job.config.checkpoint))
@@ -526,7 +522,7 @@ def card(job: Job, info: dict[str, Any], rows: list[dict]) -> str:
     name = Path(config.checkpoint).name
     last = info["curve"][-1]
     best = info["best"]
-    hours = ", ".join(f"{stage} {state['seconds'][stage] / 3600:.2f}" for stage in STAGES)
+    hours = ", ".join(f"{stage} {spent / 3600:.2f}" for stage, spent in state["seconds"].items())
     alphas = " ".join(f"{alpha:.3f}" for alpha in best["alpha"])
     table = "\n".join(tables(rows))
     asked = f"--tokens {config.tokens}" if config.tokens else f"--hours {config.hours:g}"
@@ -546,7 +542,7 @@ Made by `scripts/train_head.py {asked}` of gpt-eagle.
   {KINDS[config.kind].draft}:auto, the default, also drafts by lookups in the text; ngram is lookups
   alone, without the head. The tables below have every task.
 - Data: {state["tokens"]} tokens of the target's own answers to the prompts below.
-- Training: {state["plan"]["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
+- Training: {state["recipe"]}, {last["step"]} steps of {batch} tokens, {epochs:.1f} epochs;
   {parameters}.
 - Hours: {hours}.
 - Held-out prompts, greedy chains of five from every position: acceptance by depth {alphas}; tau
@@ -573,80 +569,32 @@ parts of Python's language reference, with a question. Own: written by the targe
 # ------------------------------------------------------------------------------- main
 
 
-class Log(io.TextIOBase):
-    """Standard output that is also written to a file."""
-
-    def __init__(self, file: TextIO):
-        self.file = file
-        self.screen = sys.stdout
-
-    def write(self, text: str) -> int:
-        self.file.write(text)
-        return self.screen.write(text)
-
-    def flush(self) -> None:
-        self.file.flush()
-        self.screen.flush()
-
-
-@contextmanager
-def folder_of(out: Path) -> Iterator[None]:
-    """Make the directory of a run, and log what is printed. Writes: OUT/log.txt.
-
-    A run that ends before it has a plan leaves nothing.
-    """
-    check_place(out)
-    is_new = not out.is_dir()
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "log.txt"
-    try:
-        with open(log, "a", encoding="utf-8") as file, redirect_stdout(Log(file)):
-            yield
-    finally:
-        if not (out / "run.json").is_file():
-            log.unlink(missing_ok=True)
-            if is_new:
-                with suppress(OSError):  # it is not empty
-                    out.rmdir()
-
-
 def run(config: HeadConfig) -> None:
-    """Make the plan, and do the stages that are left. Writes: `config.out`."""
+    """Do the stages that are left. Writes: `config.out`."""
     path = fetched(config.checkpoint)
     config = replace(config, checkpoint=str(path), device=pick_device(config.device))
     read_raw(path)  # refused if it is no checkpoint
     out = Path(config.out)
+    check_place(out)
+    out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    with (
-        folder_of(out),
-        folder_lock(out, f"waiting for another process that writes to {out}"),
-    ):
-        begin = partial(Measurement, path, config.device, config.most_hours, config.tokens)
-        measured = None
-        if not (out / "run.json").is_file():
-            measured = begin()  # refused before the weights are hashed, which may take a minute
+    with folder_lock(out, f"waiting for another process that writes to {out}"):
         job = Job(config)
-        if "plan" not in job.state:
-            job.state["plan"] = plan_of(config, measured or begin())
-            job.tick("plan")
-        reason = ", by the number of tokens" if len(KINDS[config.kind].recipes) > 1 else ""
-        print(f"{job.state['plan']['recipe']}{reason}")
-        print(job.table(), flush=True)
         stages: dict[str, Callable[[Job], None]] = {
+            "measuring": measure,
             "answers": write_answers,
             "training": train,
             "evaluation": evaluate,
         }
-        left = [stage for stage in stages if stage not in job.state["done"]]
-        for stage in left:
-            spent = in_words(sum(job.state["seconds"].values()))
-            print(f"\n{stage}; {spent} are spent", flush=True)
-            stages[stage](job)
+        for stage, work in stages.items():
+            if stage in job.state["done"]:
+                continue
+            spent = sum(job.state["seconds"].values()) / 3600
+            print(f"\n{stage}; {spent:.2f} hours are spent", flush=True)
+            work(job)
         for file in out.glob("features.bin*"):
             file.unlink()
-        if left:
-            print(f"\n{job.table()}")
         rows = read_json(out / "training.json")["evaluation"]
         print(f"\n{speed(rows)}\n{use(config, rows)}")
 

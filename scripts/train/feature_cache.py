@@ -15,28 +15,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from files.io import read_json, write_text
 from model import DTYPES, Transformer
-from scripts.train.losses import default_aux_layers
+from scripts.train.data import Batch
+from scripts.train.train_options import TrainOptions
+
+
+def default_aux_layers(layers: int) -> tuple[int, ...]:
+    """Return the aux layers of a new head: the official ones, as far as the target has them.
+
+    The head takes the inputs of these layers of the target.
+    """
+    official = (2, layers // 2, layers - 3)
+    return tuple(sorted({layer for layer in official if 0 <= layer <= layers}))
 
 
 class Features:
     """The target's features of every batch, with the head's aux layers, from the file if any."""
 
     def __init__(
-        self, config: Any, target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
+        self, config: TrainOptions, target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
     ):
-        """config: train_eagle.TrainConfig; aux_layers: the head's; tokens: [M] int64, an epoch
+        """aux_layers: the head's; tokens: [M] int64, those of an epoch
 
         Raises: ValueError for features that cannot be kept, or a file with those of other data.
         """
@@ -44,40 +52,35 @@ class Features:
         self.width = (1 + len(aux_layers)) * dim
         positions = torch.arange(config.seq_len, device=config.device)
         self.steps = positions.expand(config.batch_size, -1)
-        # [batches, B, T, (1 + aux_layers) F]; a batch that was not computed yet is 0
-        self.kept = None
-        # [batches, B, T] int32, the best token + 1; a batch that was not computed yet is 0
-        self.kept_best = None
+        self.batches = len(tokens) // self.steps.numel()  # of an epoch
         self.target = target
-        self.version = config.version
-        kept_aux_layers = aux_layers
+        self.ranks = config.version == 3  # the target's best tokens are asked for
+        # [batches, B, T, (1 + aux_layers) F]; a batch that was not computed yet is 0
+        self.kept: Tensor | None = None
+        # [batches, B, T], the best token + 1; a batch that was not computed yet is 0
+        self.kept_best: Tensor | None = None
         if config.features:
-            kept_aux_layers = aux_layers or default_aux_layers(target.config.n_layers)
-            count = len(tokens) // self.steps.numel()
+            aux_layers = aux_layers or default_aux_layers(target.config.n_layers)
             made_of = {
-                "shape": (count, *self.steps.shape, (1 + len(kept_aux_layers)) * dim),
+                "shape": [self.batches, *self.steps.shape, (1 + len(aux_layers)) * dim],
                 "dtype": config.dtype,
-                "aux_layers": kept_aux_layers,
-                "checkpoint": config.checkpoint,
+                "aux_layers": list(aux_layers),
                 "weights": weights_hash(Path(config.checkpoint)),
                 "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
             }
-            self.kept = self._open(Path(config.features), json.loads(json.dumps(made_of)))
-            if config.version == 3:
-                self.kept_best = self._open_best(Path(f"{config.features}.best"))
-
+            self._open(Path(config.features), made_of)
         # compiling takes minutes, and on a processor a batch as long as before (3.8 and 4.1 s)
-        self.compute = partial(target, aux_layers=kept_aux_layers)
+        self.compute = partial(target, aux_layers=aux_layers)
 
-    @staticmethod
-    def _open(file: Path, made_of: dict) -> Tensor:
-        """Map the file as a tensor; a new one is full of zeros."""
-        shape = made_of["shape"]
+    def _open(self, file: Path, made_of: dict) -> None:
+        """Map the files as tensors; new ones are full of zeros."""
+        shape = torch.Size(made_of["shape"])
         dtype = DTYPES[made_of["dtype"]]
         note = Path(f"{file}.json")
-        size = math.prod(shape) * dtype.itemsize
+        best = Path(f"{file}.best")
+        size = shape.numel() * dtype.itemsize
         if not file.exists():
-            Path(f"{file}.best").unlink(missing_ok=True)
+            best.unlink(missing_ok=True)
             reserve(file, size)
             write_text(str(note), json.dumps(made_of))
         elif not note.is_file() or read_json(note) != made_of or file.stat().st_size != size:
@@ -85,46 +88,38 @@ class Features:
                 f"--features: {file} has features of other data or weights, or is cut short; "
                 "name another file"
             )
-        sizes = " x ".join(map(str, shape))
-        print(f"features: {sizes} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}")
-        flat = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype)
-        return flat.view(shape)
-
-    def _open_best(self, file: Path) -> Tensor:
-        """Map the best tokens beside the features; a new file, or one cut short, is zeros."""
-        shape = self.kept.shape[:-1]
-        size = shape.numel() * torch.int32.itemsize
-        if not file.exists() or file.stat().st_size != size:
-            reserve(file, size)
-        flat = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=torch.int32)
-        return flat.view(shape)
+        print(f"features: {[*shape]} in {made_of['dtype']}, {size / 1e9:.2f} GB, in {file}")
+        self.kept = mapped(file, shape, dtype)
+        if self.ranks:
+            best_size = shape[:-1].numel() * torch.int32.itemsize
+            if not best.exists() or best.stat().st_size != best_size:
+                reserve(best, best_size)
+            self.kept_best = mapped(best, shape[:-1], torch.int32)
 
     @torch.no_grad()
-    def of(self, tokens: Tensor, number: int) -> Tensor:
-        """Return the features of a batch. Writes: the file.
-
-        tokens: [B, T], batch `number` of its epoch
-        Returns: [B, T, (1 + aux_layers) F].
-        """
+    def of(self, batch: Batch) -> Tensor:
+        """Return the features of a batch, [B, T, (1 + aux_layers) F]. Writes: the file."""
+        tokens = batch.tokens.to(self.steps.device)
+        number = batch.number
         if self.kept is None:
             return self.compute(tokens, self.steps)
         if not self.has(number):
             features = self.compute(tokens, self.steps)
-            if self.kept_best is not None:
+            if self.ranks:
                 self.kept_best[number] = best_tokens(self.target, features) + 1
             self.kept[number] = features.to(self.kept)
         return self.kept[number, ..., : self.width].to(tokens.device)
 
-    def best(self, features: Tensor, number: int) -> Tensor | None:
-        """Return the target's best tokens of a batch, [B, T] int64; None in version 1.
+    def best(self, features: Tensor, batch: Batch) -> Tensor | None:
+        """Return the target's best tokens of a batch, [B, T] int64; None where no loss asks.
 
         features: [B, T, (1 + aux_layers) F], the batch's, as from `of`
         """
-        if self.version == 1:
+        if not self.ranks:
             return None
         if self.kept_best is None:
             return best_tokens(self.target, features)
-        return self.kept_best[number].to(features.device, torch.int64) - 1
+        return self.kept_best[batch.number].to(features.device, torch.int64) - 1
 
     def has(self, number: int) -> bool:
         """Return whether the files hold a batch: its last row is written last, and is not 0."""
@@ -155,18 +150,24 @@ def weights_hash(checkpoint: Path) -> str:
     return total.hexdigest()
 
 
-def reserve(file: Path, size: int) -> None:
-    """Make a file of `size` zero bytes with blocks on the disk.
+def mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose numbers are the file's."""
+    return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
-    Raises: ValueError when the disk has too little space for it.
-    """
+
+def check_room(file: Path, size: int) -> None:
+    """Check that the disk has room for a file of `size` bytes. Raises: ValueError."""
     free = shutil.disk_usage(file.parent).free
     if size > free - 1e9:
         raise ValueError(
             f"--features: {size / 1e9:.2f} GB do not fit beside {file.parent}, "
-            f"{free / 1e9:.2f} GB are free (1 GB stays free); free some, or leave it out, and "
-            "they are computed as they are needed"
+            f"{free / 1e9:.2f} GB are free (1 GB stays free); name a directory on another disk"
         )
+
+
+def reserve(file: Path, size: int) -> None:
+    """Make a file of `size` zero bytes with blocks on the disk. Raises: ValueError."""
+    check_room(file, size)
     with open(file, "wb") as out:
         # a disk that fills up later must not break the mapping
         os.posix_fallocate(out.fileno(), 0, size)

@@ -1,18 +1,29 @@
-"""Compute the losses of draft heads, unrolled over the steps of a chain; make heads of version 3.
+"""Compute the losses of draft heads: unrolled over the steps of a chain, or over blocks.
 
-1. EAGLE's own loss has one step, EAGLE-3's training-time test seven; HASS has several with heads of
-   version 1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0
-   the target's features f_t, fused by version 3, with noise in version 1), at position t+s.
+EAGLE: one step is EAGLE's own loss, seven are EAGLE-3's training-time test; HASS has several with
+heads of version 1.
+1. At step s, row t takes the token x_{t+1+s} and its own output of step s-1 (at step 0 the target's
+   features f_t, fused by version 3, with noise in version 1), at position t+s.
 2. A row sees the keys of step 0 up to row t, and its own keys of the later steps, like the nodes of
    a chain from row t. So each later step adds a diagonal to the causal mask of step 0.
 3. Every step has the cross-entropy with the target's distribution of x_{t+2+s} over the draft
    vocabulary, and in version 1 the SmoothL1 between its output and f_{t+1+s}. A row counts if
    x_{t+s} is marked; in version 3 also only if the draft vocabulary has the target's best token.
 
+Block drafters: blocks at random places of a text, all together and apart from each other.
+1. An anchor is a root: the block begins with its token, and mask tokens follow. It sees the keys
+   and values of the target's hidden states before the anchor, and its own block.
+2. Level i has the cross-entropy with the token i + 1 places behind the anchor. It counts while all
+   tokens up to there are marked.
+3. A Markov bias reads the true token before, and so does DFlash2's selector. Its choice among the
+   best tokens of a level has a cross-entropy of its own, where the true token is among them.
+
 Sources: EAGLE (arXiv 2401.15077), section 4; EAGLE-3 (arXiv 2503.01840), section 3; HASS (arXiv
-2408.15766), 3.2. Weights, masks, positions and normalisers are the official code's of EAGLE-1 and
-EAGLE-3. Difference: rows past the end of a sequence do not count here. The official target is
-uniform there, and a last marked row may learn it.
+2408.15766), 3.2: weights, masks, positions and normalisers are the official code's. Difference:
+rows past the end of a sequence do not count, where the official target is uniform. DFlash (arXiv
+2602.06036); JetSpec (arXiv 2606.18394); DSpark (arXiv 2607.05147), without its losses on
+distributions and its confidence. DFlash2's own losses are not public: the selector's is that of
+DSpine's refined scores, the part on tokens (SpecForge @64ab5ca).
 """
 
 from __future__ import annotations
@@ -25,18 +36,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters import DraftVocab
+from drafts.block_draft import UNSELECTED, BlockHead
+from drafts.block_layers import Convolve
 from drafts.residual import spread
-from eagle_draft import EagleConfig, EagleHead
-from files.eagle_variants import Eagle3Variant, VariantHead
-from model import ModelConfig, Transformer
+from eagle_draft import EagleHead
+from model import Transformer
 from quantize import Linear
-from steps import Attend, Rows, run_steps
+from steps import Attend, Project, Rows, run_steps
 
 STEPS = {1: 1, 3: 7}  # steps that a version is unrolled over, officially
 DECAY = 0.8  # of a step's weight, for each step before it
 
 
-# ------------------------------------------------------------------------------- loss
+# ------------------------------------------------------------------------------- EAGLE
 
 
 class Past(NamedTuple):
@@ -148,7 +160,136 @@ def unrolled_losses(
     return (*entropies, *regressions)
 
 
-# ----------------------------------------------------------------------------- scales of inputs
+# ------------------------------------------------------------------------------- block drafters
+
+
+def logits_of(head: BlockHead, target: Transformer, hidden: Tensor, before: Tensor) -> Tensor:
+    """Score levels. hidden: [R, F]; before: [R] int64, the tokens before; -> [R, V] fp32"""
+    z = target.lm_head(hidden).float()
+    if not head.config.scores_pairs:
+        return z
+    rows = head.token_rows(before[:, None])  # [R, 1, rank]
+    return head.score_pairs(z[:, None], hidden[:, None], rows, target.lm_head)[:, 0].float()
+
+
+def pick_anchors(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Choose roots at random among the tokens before a marked one, each at most once.
+
+    mask: [B, T] bool; count: A
+    Returns: [B, A] int64, ascending; where a sequence has fewer, the others are unmarked.
+    """
+    rank = torch.rand(mask.shape, generator=generator, device=mask.device)[:, 1:]
+    rank = torch.where(mask[:, 1:], rank, 2.0)
+    return rank.argsort(1)[:, :count].sort(1).values
+
+
+def attend_blocks(rows: Rows, seen: Tensor) -> Rows:
+    """Attend from the blocks to the context and to themselves.
+
+    rows: of context and blocks, behind `Rotate`; seen: [B, Q, T + Q] bool
+    Returns: the rows of the blocks, [B, Q, H E].
+    """
+    q = rows.h[:, -seen.shape[1] :].transpose(1, 2)  # [B, H, Q, E]
+    y = F.scaled_dot_product_attention(q, *rows.kv, attn_mask=seen[:, None], enable_gqa=True)
+    return rows.put("h", y.transpose(1, 2).flatten(2))
+
+
+def visible(anchors: Tensor, T: int, size: int, causal: bool) -> Tensor:
+    """Return what each position of the blocks sees, [B, A size, T + A size] bool.
+
+    anchors: [B, A]; T: tokens of the context; size: of a block
+    """
+    before = torch.arange(T, device=anchors.device) < anchors[:, :, None]  # [B, A, T]
+    before = before.repeat_interleave(size, 1)
+    Q = anchors.shape[1] * size
+    q = torch.arange(Q, device=anchors.device)
+    own = q[:, None] // size == q // size
+    if causal:
+        own &= q <= q[:, None]
+    return torch.cat((before, own.expand(len(anchors), -1, -1)), 2)
+
+
+def convolve(step: Convolve, layer: nn.Module, rows: Rows, size: int) -> Rows:
+    """Run a convolution within each block. size: of a block"""
+    h, kernel = (x.unflatten(1, (-1, size)).flatten(0, 1) for x in (rows.h, rows.get("kernel")))
+    mixed = step.run(layer, Rows(h=h, named={"kernel": kernel})).h  # [B A, size, F]
+    return rows.put("h", mixed.view_as(rows.h))
+
+
+def run_blocks(
+    head: BlockHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """Run the blocks at some anchors.
+
+    batch: tokens [B, T]; target features [B, T, (1 + aux) F]; anchors [B, A]
+    Returns: the inputs of the LM head, [B, A, D, F].
+    """
+    tokens, features, anchors = batch
+    config = head.config
+    size = config.block_size
+    T = tokens.shape[1]
+    context = head.hidden_norm(head.fc(features[..., config.model.dim :]))  # [B, T, F]
+    places = anchors[:, :, None] + torch.arange(size, device=tokens.device)  # [B, A, size]
+    steps = torch.arange(T, device=tokens.device).expand(len(tokens), -1)
+    ropes = head.ropes(torch.cat((steps, places.flatten(1)), 1))
+    seen = visible(anchors, T, size, config.causal)
+    block = torch.full_like(places, config.mask_token)
+    block[..., 0] = tokens.gather(1, anchors)
+    with torch.no_grad():
+        x = target.embedding(block.flatten(1)).to(context)  # [B, A size, F]
+
+    rows = Rows(x, ropes=ropes)
+    for layer in head.layers:
+        for step in layer.steps:
+            if isinstance(step, Attend):
+                rows = attend_blocks(rows, seen)
+            elif isinstance(step, Convolve):
+                rows = convolve(step, layer, rows, size)
+            elif isinstance(step, Project) and step.name == "wqkv":
+                # keys and values are those of the context, too
+                rows = step.run(layer, rows.put("h", torch.cat((context, rows.h), 1)))
+            else:
+                rows = step.run(layer, rows)
+    hidden = run_steps(head.last, head, rows).h.unflatten(1, (-1, size))
+    return hidden if config.predicts_next else hidden[:, :, 1:]
+
+
+def block_losses(
+    head: BlockHead, target: Transformer, batch: tuple[Tensor, Tensor, Tensor], anchors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the mean cross-entropy of every level (nats), over the anchors where it counts.
+
+    batch: tokens [B, T]; mask [B, T] bool; target features [B, T, (1 + aux) F]
+    anchors: [B, A]
+    """
+    tokens, mask, features = batch
+    levels = head.config.levels
+    hidden = run_blocks(head, target, (tokens, features, anchors))  # [B, A, D, F]
+    places = anchors[:, :, None] + torch.arange(1, levels + 1, device=tokens.device)  # [B, A, D]
+    inside = places < tokens.shape[1]
+    places = places.clamp(max=tokens.shape[1] - 1).flatten(1)
+    marked = mask.gather(1, places).view_as(inside) & inside
+    truth = tokens.gather(1, places).view_as(inside)
+    before = torch.cat((tokens.gather(1, anchors)[:, :, None], truth[..., :-1]), 2)
+    counts = marked.long().cumprod(2).bool()
+    losses = []
+    for level in range(levels):
+        rows = counts[..., level]  # only these reach the LM head
+        h = hidden[:, :, level][rows]
+        right = truth[..., level][rows]
+        z = logits_of(head, target, h, before[..., level][rows])
+        total = torch.zeros(())
+        if head.config.selector_rank:
+            total = F.cross_entropy(target.lm_head(h).float(), right, reduction="sum")
+            kept = z.gather(1, right[:, None])[:, 0] > UNSELECTED
+            z = z[kept]
+            right = right[kept]
+        total = total + F.cross_entropy(z, right, reduction="sum")
+        losses.append(total / rows.sum().clamp(min=1))
+    return tuple(losses)
+
+
+# ------------------------------------------------------------------------------- scales of inputs
 
 
 class ScaledLinear(Linear):
@@ -209,82 +350,3 @@ def plain_copy(head: nn.Module) -> nn.Module:
             if isinstance(layer, ScaledLinear):
                 setattr(parent, name, layer.plain())
     return head
-
-
-# ------------------------------------------------------------------------------- new heads
-
-
-def frequent_tokens(ids: Tensor, size: int, kept: int) -> DraftVocab | None:
-    """Return the `kept` most frequent of the training tokens, of equally frequent ones the lowest.
-
-    ids: [M] int64, every token that is trained on
-    Returns: None for all `size` of them.
-    """
-    if kept >= size:
-        return None
-    order = ids.bincount(minlength=size).sort(descending=True, stable=True).indices
-    return DraftVocab(size, order[:kept].sort().values)
-
-
-def default_aux_layers(layers: int) -> tuple[int, ...]:
-    """Return the aux layers of a new head: the official ones, as far as the target has them.
-
-    The head takes the inputs of these layers of the target.
-    """
-    official = (2, layers // 2, layers - 3)
-    return tuple(sorted({layer for layer in official if 0 <= layer <= layers}))
-
-
-def new_head(
-    model: ModelConfig, target: Transformer, vocab: DraftVocab | None, from_target: bool
-) -> VariantHead:
-    """Make a head of version 3 with layers of the shape `model`.
-
-    from_target: start with `fc` near the identity on the last aux hidden states, and with the
-        target's last norm and LM head
-    """
-    aux_layers = default_aux_layers(target.config.n_layers)
-    dim = target.config.dim
-    kept = vocab.drafted if vocab else model.vocab_size
-    eagle3 = Eagle3Variant(aux_layers, dim, kept, lm_head="lm_head.weight")
-    head = VariantHead(EagleConfig(model, fc_bias=False, eagle3=eagle3))
-    head.vocab = vocab
-    if from_target:
-        own = target.lm_head
-        weight = own.dequantize()
-        with torch.no_grad():
-            head.fc.weight.normal_(std=0.02)
-            head.fc.weight[:, -dim:] += torch.eye(dim)
-            head.output_norm.weight.copy_(target.norm.weight)
-            head.lm_head.weight.copy_(weight[vocab.ids.to(weight.device)] if vocab else weight)
-    return head
-
-
-def vocab_layout(head: EagleHead) -> dict[str, Tensor]:
-    """Return the tensors that name the draft vocabulary in the official layout of version 3."""
-    if head.vocab is None:
-        return {}
-    ids = head.vocab.ids.cpu()
-    reached = torch.zeros(head.vocab.size, dtype=torch.bool).index_fill(0, ids, True)
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": reached}
-
-
-def keys_of(head: VariantHead) -> dict:
-    """Return the further keys of version 3 in the official config.json."""
-    eagle3 = head.config.eagle3
-    keys = {
-        "draft_vocab_size": eagle3.draft_vocab,
-        "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
-    }
-    optional = {  # key: value, default
-        "use_aux_hidden_state": (bool(eagle3.aux_layers), True),
-        "norm_output": (eagle3.last_norm == "logits", True),
-        "norm_before_residual": (eagle3.norm_before_residual, False),
-        "fc_norm": (eagle3.fc_norm, False),
-        "norm_before_fc": (eagle3.norm_before_fc, False),
-        "target_hidden_size": (eagle3.target_dim, head.config.model.dim),
-    }
-    keys |= {key: value for key, (value, default) in optional.items() if value != default}
-    if not eagle3.aux_layers:
-        del keys["eagle_aux_hidden_state_layer_ids"]
-    return keys

@@ -6,7 +6,7 @@
     python scripts/train/train_block.py --selector_rank 64 --out HEAD ...   # DFlash2's
 
 Data, features, optimizers, evaluation and `--resume` are those of train_eagle.py; the loss is in
-block_losses.py. The files are in the official layouts (drafts/block_heads.py).
+losses.py. The files are in the official layouts (drafts/block_heads.py).
 Differences from the official code: `fc` is trained over inputs of equal scale, the last norm starts
 as the target's, and a level's loss is a mean over the blocks that reach it.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
@@ -73,23 +73,17 @@ COMMAND = parse(BlockTrainConfig, "train_block.py", __doc__) if __name__ == "__m
 import torch
 from torch import Tensor
 
+from drafters import DraftVocab
 from drafts.block_draft import BlockHead
 from drafts.block_heads import BlockConfig, block_names, in_files
 from drafts.block_layers import BlockModel
 from files.weights import export_weights
-from model import DTYPES, ModelConfig, Transformer
+from model import DTYPES, Transformer
 from models.mixtures import with_head_norms
 from reference import TORCH, use_backend
-from scripts.train import training
-from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
-from scripts.train.losses import ScaledLinear, plain_copy, scale_of
-from scripts.train.train_eagle import (
-    Example,
-    Features,
-    TrainingParts,
-    batches,
-    run,
-)
+from scripts.train import losses, training
+from scripts.train.acceptance import DraftedChains
+from scripts.train.data import Example
 
 TAPS = 5  # layers of the target whose outputs a drafter reads, as in the papers
 CONVOLVED = 3  # positions that a convolution of DFlash2 mixes
@@ -113,20 +107,8 @@ def make_head(config: BlockTrainConfig, target: Transformer, examples: list[Exam
     every = torch.tensor([i for e in examples for i in e.ids])
     counts = every.bincount(minlength=c.vocab_size)
     rarest = c.vocab_size - 1 - int(counts.flip(0).argmin())  # of equally rare ones the last
-    own = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
-    plain = replace(
-        ModelConfig(**own),
-        n_layers=config.layers,
-        ffn_dim=config.ffn_dim or c.ffn_dim,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        n_experts=0,
-        experts_per_token=0,
-        rope_scaling=None,
-        tie_embeddings=False,
-    )
-    model = with_head_norms(plain)
+    plain = training.plain_layers(target, config.layers, config.ffn_dim)
+    model = with_head_norms(replace(plain, tie_embeddings=False))
     if config.selector_rank:
         model = BlockModel(**vars(model), conv_taps=CONVOLVED, conv_group=math.gcd(c.dim, GROUP))
     head = BlockHead(
@@ -162,46 +144,55 @@ def start_as_dflash(head: BlockHead) -> None:
 
 
 @torch.no_grad()
-def prepare(
-    config: BlockTrainConfig,
-    target: Transformer,
-    head: BlockHead,
-    examples: list[Example],
-    features: Features,
-) -> None:
+def scale_inputs(head: BlockHead, embedded: Tensor, features: Tensor) -> None:
     """Train `fc` over inputs of equal scale. Writes: head.fc."""
-    tokens, _, number = next(batches(examples, config, 0))
-    taps = features.of(tokens.to(config.device), number)[..., target.config.dim :].float()
-    scale = scale_of(taps)
+    scale = losses.scale_of(features[..., head.config.model.dim :])
     head.fc.weight /= scale
-    head.fc = ScaledLinear(head.fc, scale)
+    head.fc = losses.ScaledLinear(head.fc, scale)
 
 
 def losses_of(
     config: BlockTrainConfig, head: BlockHead, target: Transformer
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function of a batch and the step's number -> `config.losses`."""
+) -> Callable[[training.Inputs, int], tuple[Tensor, ...]]:
+    """Return a function of the inputs and the step's number -> `config.losses`."""
     use_backend(target.lm_head, TORCH)  # gradients pass through it
     generator = torch.Generator(config.device)
 
-    def losses(batch: tuple[Tensor, ...], step: int) -> tuple[Tensor, ...]:
+    def of_step(inputs: training.Inputs, step: int) -> tuple[Tensor, ...]:
         generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
-        anchors = pick_anchors(batch[1], config.anchors, generator)
-        return block_losses(head, target, batch[:3], anchors)
+        anchors = losses.pick_anchors(inputs.mask, config.anchors, generator)
+        return losses.block_losses(head, target, inputs[:3], anchors)
 
-    return losses
+    return of_step
 
 
-def save_head(head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
-    """Write the official layout."""
-    write_files(head, Path(config.out), config.dtype, info)
+def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> DraftedChains:
+    """Draft a chain from every position of a sequence, as `acceptance.chains`.
+
+    A bias reads the true tokens: a level counts only behind levels that drafted them.
+    tokens: [1, T]
+    """
+    T = tokens.shape[1]
+    steps = torch.arange(T, device=tokens.device)
+    features = target(tokens, steps[None], aux_layers=head.aux_layers)
+    levels = head.config.levels
+    roots = steps[1 : max(T - levels, 1)]  # [R]
+    batch = (tokens, features.to(head.norm.weight.dtype), roots[None])
+    hidden = losses.run_blocks(head, target, batch)[0]  # [R, D, F]
+    ok = []
+    logits = []
+    for level in range(levels):
+        z = losses.logits_of(head, target, hidden[:, level], tokens[0, roots + level])
+        logits.append(z)
+        ok.append(z.argmax(-1) == tokens[0, roots + level + 1])
+    return DraftedChains(torch.stack(ok, 1), logits, features, DraftVocab(target.config.vocab_size))
 
 
 def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     """Write the weights and config.json of a drafter. info: of its training"""
     config = head.config
     names = block_names(config)
-    tensors = export_weights(plain_copy(head), names, config.model, DTYPES[dtype])
+    tensors = export_weights(losses.plain_copy(head), names, config.model, DTYPES[dtype])
     tensors = {name: in_files(name, value) for name, value in tensors.items()}
     training.write_checkpoint(out, tensors, keys_of(config, dtype), info)
 
@@ -222,25 +213,14 @@ def keys_of(config: BlockConfig, dtype: str) -> dict:
     if config.causal:
         flags["causal_head"] = True
     if config.predicts_next:
-        return (
-            keys
-            | flags
-            | {
-                "architectures": ["Qwen3DSparkModel"],
-                "markov_rank": config.markov_rank,
-                "markov_head_type": "vanilla",
-                "enable_confidence_head": False,
-            }
-        )
+        flags["markov_rank"] = config.markov_rank
+        flags["markov_head_type"] = "vanilla"
+        flags["enable_confidence_head"] = False
+        return keys | flags | {"architectures": ["Qwen3DSparkModel"]}
     if config.selector_rank:
         flags |= {"block_size": config.block_size} | selector_keys(config)
         return keys | {"architectures": ["DFlash2DraftModel"], "dflash_config": flags}
     return keys | {"architectures": ["DFlashDraftModel"], "dflash_config": flags}
-
-
-def block_method() -> TrainingParts:
-    """Return the parts of training a block drafter."""
-    return TrainingParts(make_head, prepare, losses_of, draft_blocks, save_head)
 
 
 def selector_keys(config: BlockConfig) -> dict:
@@ -253,9 +233,17 @@ def selector_keys(config: BlockConfig) -> dict:
     }
 
 
+def save_head(head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
+    """Write the official layout."""
+    write_files(head, Path(config.out), config.dtype, info)
+
+
+BLOCK = training.Recipe(make_head, scale_inputs, losses_of, draft_blocks, save_head)
+
+
 def main() -> None:
     config = COMMAND or parse(BlockTrainConfig, "train_block.py", __doc__)
-    run(config, "train_block.py", block_method())
+    training.run(config, "train_block.py", BLOCK)
 
 
 if __name__ == "__main__":

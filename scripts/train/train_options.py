@@ -40,7 +40,6 @@ class TrainOptions:
     chat: str = option("", "chat template of dialogue data; empty: the checkpoint's own")
     resume: bool = option(False, "go on from the last saved step")
     steps: int = option(20000, "training steps", least=1)
-    epoch_batches: int = option(0, "batches of an epoch; 0: as many as the data have", least=0)
     batch_size: int = option(4, "sequences per step", least=1)
     seq_len: int = option(
         2048, "tokens per sequence; examples are laid end to end and split", least=2

@@ -1,23 +1,82 @@
-"""The parts that all trainings share: optimizers, their schedule, a run's state and its files.
+"""The one loop that trains heads, over recipes.
 
-Muon (Keller Jordan et al. 2024, as `torch.optim.Muon`) takes the layers' matrices, AdamW the rest.
-Not here: data, losses and loops (train_eagle.py).
+1. `Recipe` gives the parts that depend on the kind of head: how it is made, the scale of its first
+   layer's inputs, its losses, how it drafts on sequences of the target, and its files.
+2. `Training` holds a run: the frozen target computes the features of each batch (feature_cache.py),
+   the head learns from them by the recipe's losses. Muon (Keller Jordan et al. 2024, as
+   `torch.optim.Muon`) takes the layers' matrices, AdamW the rest.
+3. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py), and
+   is written if its tau is the highest so far; `--patience` of them in a row without one end the
+   training. The state for `--resume` is saved four times as often, the best weights with it.
+4. At the end the sharpness c of log softmax(c * scores) is fitted on the same sequences.
+Not here: the data (data.py), losses (losses.py), recipes (train_eagle.py, train_block.py).
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import statistics
+import time
 from collections.abc import Callable
+from contextlib import closing, redirect_stdout
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
+from backends import experts
+from decode import build_cycles
+from drafters import RootOnly
+from files.chat import chat_template, template_text
 from files.io import replace_file, write_text
-from model import ModelConfig
+from files.tokenizer import Tokenizer
+from files.weights import load_model
+from model import DTYPES, ModelConfig, Transformer
+from run.engine import Engine
+from run.options import GenerateConfig, pick_device
+from run.parsing import one_line_errors
+from run.scheduler import Request, Scheduler
+from scripts.train.acceptance import ALPHAS, DraftedChains, evaluate, fit_sharpness
+from scripts.train.data import Batch, Example, batches, laid_out, load_data
+from scripts.train.feature_cache import Features
+from scripts.train.train_options import TrainOptions, resume_file
+
+SAVES = 4  # of the state, for each evaluation
+OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
+PROBE_S = 5.0  # of repeating a step to measure it
+
+Sequences = list[tuple[int, list[int]]]  # the length of a prompt, and all tokens
+
+
+class Inputs(NamedTuple):
+    """The inputs of the losses of a step."""
+
+    tokens: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] bool, the tokens that count
+    features: Tensor  # [B, T, (1 + aux_layers) F], the target's
+    best: Tensor | None  # [B, T] int64, the target's best tokens, where a loss asks for them
+
+
+class Recipe(NamedTuple):
+    """The parts of training that depend on the kind of head."""
+
+    # of (config, target, examples)
+    make_head: Callable[[Any, Transformer, list[Example]], nn.Module]
+    # of (head, embedded tokens, features) of a batch, before training. Writes: the head
+    scale_inputs: Callable[[nn.Module, Tensor, Tensor], None]
+    # of (config, head, target) -> of (inputs, the step's number) -> the losses `config.losses`
+    losses_of: Callable[[Any, nn.Module, Transformer], Callable[..., tuple[Tensor, ...]]]
+    draft: Callable[..., DraftedChains]  # see acceptance.py
+    save_head: Callable[[nn.Module, Any, dict], None]  # of (head, config, info)
+
+
+# ------------------------------------------------------------------------------- optimizers
 
 
 def multiplies_bf16(device: str) -> bool:
@@ -52,23 +111,24 @@ class Fp32Muon(torch.optim.Muon):
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x, alpha=-rate)
 
 
-def make_optimizers(
-    model: torch.nn.Module, config: Any, is_matrix: Callable[[str], bool]
-) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, config: TrainOptions) -> list[torch.optim.Optimizer]:
     """Make AdamW for everything, or with `--optimizer muon` Muon for matrices, AdamW for the rest.
 
-    is_matrix: true for the name of a hidden matrix, not a table; stacks of matrices are AdamW's
-    Source of Muon: Keller Jordan et al. 2024, with the update size of AdamW.
+    LM heads and stacks of matrices are AdamW's. Source of Muon: Keller Jordan et al. 2024, with the
+    update size of AdamW.
     """
-    large = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
-    matrices = [p for n, p in large if is_matrix(n) and p.dim() == 2]
-    tables = [p for n, p in large if not is_matrix(n) or p.dim() > 2]
-    small = [p for p in model.parameters() if p.dim() < 2]
     muon = config.optimizer == "muon"
-    decayed = tables if muon else tables + matrices
-    groups = [{"params": small, "weight_decay": 0.0}]
-    if decayed:
-        groups.append({"params": decayed})
+    matrices = []
+    tables = []
+    for name, p in model.named_parameters():
+        is_matrix = muon and p.dim() == 2 and not name.startswith("lm_head")
+        if is_matrix:
+            matrices.append(p)
+        elif p.dim() > 1:
+            tables.append(p)
+    groups = [{"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    if tables:
+        groups.append({"params": tables})
     decay = config.weight_decay
     adamw = torch.optim.AdamW(
         groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True
@@ -80,71 +140,406 @@ def make_optimizers(
     return [adamw, kind(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule)]
 
 
-class Schedule:
-    """Linear warm-up, then cosine down to 4 %, of every learning rate in some optimizers."""
+def lr_share(position: float, steps: int, warmup: int) -> float:
+    """Return the share of a peak rate: linear warm-up, then cosine down to 4 %."""
+    if position < warmup:
+        return (position + 1) / warmup
+    done = (position - warmup) / max(1, steps - warmup)
+    return 0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * done))
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], steps: int, warmup: int):
-        self.optimizers = optimizers
-        self.steps = steps
-        self.warmup = warmup
-        self.peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
 
-    def set(self, step: float) -> None:
-        """Set the learning rates of a position, in steps."""
-        share = lr_share(step, self.steps, self.warmup)
+# ------------------------------------------------------------------------------- sequences
+
+
+def make_engine(config: TrainOptions, target: Transformer) -> Engine:
+    """Make an engine of the target alone, to write sequences."""
+    path = Path(config.checkpoint)
+    tokenizer = Tokenizer.load(path)
+    has_template = config.chat or template_text(path) is not None
+    template = chat_template(path, tokenizer, config.chat) if has_template else None
+    ends = tuple(target.config.eos_ids)
+    if template:
+        ends += tuple(template.stop_ids(tokenizer))
+    options = GenerateConfig(
+        checkpoint=config.checkpoint,
+        draft="none",
+        batch_size=16,
+        device=config.device,
+        compile=False,  # the target is also read layer by layer
+    )
+    context = min(2048, target.config.max_context)
+    parts = {"config": options, "tokenizer": tokenizer, "template": template}
+    return Engine(target, (RootOnly(),), context, ends, **parts)
+
+
+def own_sequences(engine: Engine, prompts: list[list[int]], length: int) -> Sequences:
+    """Let the target continue the prompts greedily."""
+    requests = [
+        Request.of(engine, ids, limit=length, noise_id=(number, 0))
+        for number, ids in enumerate(prompts)
+    ]
+    with closing(Scheduler(engine)) as scheduler:
+        for _ in scheduler.run(requests):
+            pass
+    return [(len(each.prompt), each.prompt + each.tokens) for each in requests]
+
+
+def prepare(config: TrainOptions, target: Transformer) -> tuple[list[Example], Sequences]:
+    """Read the data, and let the target continue the held-out prompts. Writes: `config.out`.
+
+    Returns: training examples, and sequences to evaluate with
+    Raises: ValueError when there is nothing to evaluate with.
+    """
+    engine = make_engine(config, target)
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    examples, prompts = load_data(config, engine.tokenizer, engine.template)
+    prompts = [p for p in prompts if len(p) + OWN_TOKENS < engine.context]
+    if not prompts:
+        raise ValueError(
+            "--data: nothing is held out to evaluate with (5 % by hash, prompts that fit); "
+            "give more data"
+        )
+    fitting = build_cycles(replace(engine, context=max(map(len, prompts)) + OWN_TOKENS))
+    sequences = own_sequences(fitting, prompts, OWN_TOKENS)
+    sequences = [(begin, ids) for begin, ids in sequences if len(ids) >= begin + ALPHAS + 2]
+    if not sequences:
+        raise ValueError(
+            f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; "
+            "is --chat right?"
+        )
+    return examples, sequences
+
+
+def load_target(config: TrainOptions) -> Transformer:
+    """Load the target: on a CPU in fp32."""
+    dtype = torch.float32 if config.device.startswith("cpu") else None
+    return load_model(Path(config.checkpoint), dtype, config.device)
+
+
+# ------------------------------------------------------------------------------- training
+
+# a mixture's features are computed under autocast, too, which knows torch's own operators only
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast(
+        "gpt_eagle::experts_linear", _device, torch.bfloat16, lib=experts.lib
+    )
+
+
+class Training:
+    """A run of training: its head, its data, and the state that it resumes from."""
+
+    def __init__(
+        self,
+        config: TrainOptions,
+        recipe: Recipe,
+        target: Transformer,
+        examples: list[Example],
+        sequences: Sequences,
+    ):
+        """Make the head and its optimizers. Raises: ValueError for wrong options or data."""
+        self.config = config
+        self.recipe = recipe
+        self.target = target
+        self.examples = examples
+        self.sequences = sequences
+        self.head = recipe.make_head(config, target, examples)
+        aux_layers = getattr(self.head, "aux_layers", ())
+        self.features = Features(config, target, aux_layers, laid_out(examples, 0)[0])
+        first = next(batches(examples, config))
+        embedded = target.embedding(first.tokens.to(config.device)).float()
+        recipe.scale_inputs(self.head, embedded, self.features.of(first).float())
+        self.losses = recipe.losses_of(config, self.head, target)
+        self.optimizers = make_optimizers(self.head, config)
+        self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.weights = torch.tensor(list(config.losses.values()), device=config.device)
+        self.done = 0  # steps
+        self.position = 0.0  # in the schedule of the learning rates, in steps
+        self.curve: list[dict] = []
+        self.best: dict[
+            str, Tensor
+        ] = {}  # the weights with the highest tau, of equal ones the last
+
+    @property
+    def best_row(self) -> dict:
+        """The row of the curve with the highest tau, of equal ones the last."""
+        return max(reversed(self.curve), key=lambda row: row["tau"])
+
+    @property
+    def state_file(self) -> Path:
+        return Path(self.config.out, "resume.pt")
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of a step. Products are in `dtype` where the device has such."""
+        kind = torch.device(self.config.device).type
+        return torch.autocast(kind, DTYPES[self.config.dtype], self.is_narrow)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether products are in `dtype`; otherwise they are in fp32."""
+        return self.config.dtype != "float32" and multiplies_bf16(self.config.device)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """Return the inputs of the losses of a batch. Writes: the file of features."""
+        device = self.config.device
+        with self.autocast():
+            features = self.features.of(batch)
+            if not self.is_narrow:
+                features = features.float()  # a file may have kept them in bf16
+            best = self.features.best(features, batch)
+        return Inputs(batch.tokens.to(device), batch.mask.to(device), features, best)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Do a step. Writes: the head, the optimizers, `done`. Returns: the losses, unweighted."""
+        config = self.config
+        share = lr_share(self.position, config.steps, config.warmup)
         for optimizer, peaks in zip(self.optimizers, self.peaks):
             # loading a state replaces the groups
             for group, peak in zip(optimizer.param_groups, peaks):
                 group["lr"] = peak * share
+        inputs = self.inputs(batch)
+        with self.autocast():
+            losses = torch.stack(self.losses(inputs, self.done))
+        (losses * self.weights).sum().backward()
+        nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        return losses.detach()
+
+    # --------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, row: dict) -> bool:
+        """Evaluate the head, and add the row to the curve. Writes: curve, best, the head's files.
+
+        Returns: whether patience is at its end.
+        """
+        row |= evaluate(self.head, self.target, self.sequences, self.recipe.draft)
+        self.curve.append(row)
+        losses = ", ".join(f"{name} {row[name]:.3f}" for name in self.config.losses if name in row)
+        alphas = " ".join(f"{alpha:.3f}" for alpha in row["alpha"])
+        tau = f"alpha {alphas}; tau {row['tau']:.3f}"
+        tqdm.write(f"step {row['step']}: {losses or 'as it was'}; {tau}")
+        if self.best_row is row:
+            self.best = {name: value.clone() for name, value in self.head.state_dict().items()}
+            if row["step"]:
+                self.save_head()
+        since = len(self.curve) - 1 - self.curve.index(self.best_row)
+        gives_up = 0 < self.config.patience <= since
+        if gives_up:
+            tqdm.write(f"{since} evaluations in a row had no higher tau: training ends")
+        return gives_up
+
+    def save_head(self) -> None:
+        """Write the head's files."""
+        config = asdict(self.config) | {"steps": self.curve[-1]["step"]}
+        parameters = sum(parameter.numel() for parameter in self.head.parameters())
+        info = {"config": config, "parameters": parameters, "curve": self.curve}
+        self.recipe.save_head(self.head, self.config, info | {"best": self.best_row})
+
+    def finish(self) -> None:
+        """Take the best weights, fit their sharpness, and write the head's files."""
+        self.head.load_state_dict(self.best)
+        tqdm.write(f"the head is that of step {self.best_row['step']}, whose tau is the highest")
+        sharpness = fit_sharpness(self.head, self.target, self.sequences, self.recipe.draft)
+        self.head.config = replace(self.head.config, sharpness=sharpness)
+        tqdm.write(f"sharpness {sharpness}")
+        self.save_head()
+        self.state_file.unlink(missing_ok=True)
+
+    # --------------------------------------------------------------------------- resume
+
+    def save(self) -> None:
+        """Save the state that a stopped run resumes from."""
+        state = {
+            "weights": self.head.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "best": self.best,
+            "step": self.done,
+            "position": self.position,
+            "curve": json.dumps(self.curve),
+        }
+        replace_file(self.state_file, lambda path: torch.save(state, path))
+
+    def load(self) -> None:
+        """Load a state of `save`. Raises: ValueError when there is none."""
+        file = resume_file(Path(self.config.out), True)
+        state = torch.load(file, map_location=self.config.device, weights_only=True)
+        self.head.load_state_dict(state["weights"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        self.best = state["best"]
+        self.done = state["step"]
+        self.position = state["position"]
+        self.curve = json.loads(state["curve"])
 
 
-def update(module: torch.nn.Module, optimizers: list, loss: Tensor, clip: float) -> None:
-    """Step the optimizers down the gradient of `loss`, clipped by norm. Writes: the module."""
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+def crosses(before: float, after: float, unit: float) -> bool:
+    """Return whether a multiple of the unit is passed, or reached."""
+    return after // unit > before // unit
 
 
-def lr_share(step: float, steps: int, warmup: int) -> float:
-    """Return the share of a peak rate: linear warm-up, then cosine down to 4 %."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.04 + 0.96 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+class Clock:
+    """The position in a schedule that goes by the time left, not by the steps done.
+
+    The first step of a process does not advance it: that step compiles. Nor does the first one
+    behind an evaluation.
+    """
+
+    def __init__(self, steps: int, left_s: Callable[[], float]):
+        """steps: of the schedule; left_s: the seconds left of the training"""
+        self.steps = steps
+        self.left_s = left_s
+        self.before_s: float | None = None  # left after the step before
+
+    def after(self, position: float, ending_s: float) -> float:
+        """Return the position after a step. ending_s: time that the end of training takes"""
+        left_s = self.left_s() - ending_s
+        before_s = left_s if self.before_s is None else self.before_s
+        self.before_s = left_s
+        if left_s <= 0:
+            return self.steps
+        return position + (self.steps - position) * max(1 - left_s / before_s, 0.0)
 
 
-class TrainingProgress(NamedTuple):
-    """The place of a run in its training."""
+def train(made: Training, left_s: Callable[[], float] | None = None) -> None:
+    """Train to the end. Writes: `config.out`.
 
-    step: int  # steps done
-    position: float  # in the schedule of the learning rates
-    curve: list[dict]
+    left_s: called after every step, the seconds left: training ends when they are over, whatever
+        `config.steps`, which is then the unit of the schedule
+    """
+    config = made.config
+    if config.resume:
+        made.load()
+    elif config.is_trained:
+        made.evaluate({"step": 0, "seconds": 0.0})  # an existing head, before its first step
+    clock = Clock(config.steps, left_s) if left_s else None
+    ending_s = 0.0  # of the last evaluation, and as much for the sharpness
+    feed = batches(made.examples, config, made.done)
+    recent = []
+    began = time.time()
+    bar = tqdm(initial=made.done, total=config.steps, unit="step", mininterval=5, disable=None)
+    ended = made.position >= config.steps
+    while not ended:
+        recent.append(made.step(next(feed)))
+        before = made.position
+        made.position = clock.after(before, ending_s) if clock else made.done
+        bar.total = round(made.done * config.steps / made.position) if made.position else None
+        bar.update()
+        ended = made.position >= config.steps
+        if ended or crosses(before, made.position, config.eval_every):
+            means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
+            recent = []
+            now = time.time()
+            gives_up = made.evaluate({"step": made.done, **means, "seconds": now - began})
+            ended = ended or gives_up
+            ending_s = 2 * (time.time() - now)
+            if clock:
+                clock.before_s = None  # an evaluation's time asks for no further one
+        if not ended and crosses(before, made.position, config.eval_every / SAVES):
+            made.save()
+    made.finish()
+    bar.close()
+    print(f"wrote {config.out}")
 
 
-def save_state(
-    file: Path, module: torch.nn.Module, optimizers: list, place: TrainingProgress
-) -> None:
-    """Save the state that a stopped run resumes from. Writes: `file`."""
-    state = {
-        "weights": module.state_dict(),
-        "optimizers": [o.state_dict() for o in optimizers],
-        "step": place.step,
-        "position": place.position,
-        "curve": json.dumps(place.curve),
-    }
-    replace_file(file, lambda path: torch.save(state, path))
+def ready(config: TrainOptions, recipe: Recipe) -> Training:
+    """Load the target and the data, and make the head. Writes: `config.out`.
+
+    Raises: ValueError for wrong options or data.
+    """
+    config.check()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    target = load_target(config)
+    examples, sequences = prepare(config, target)
+    return Training(config, recipe, target, examples, sequences)
 
 
-def load_state(
-    file: Path, module: torch.nn.Module, optimizers: list, device: str
-) -> TrainingProgress:
-    """Load a state of `save_state`. Writes: the module, the optimizers."""
-    state = torch.load(file, map_location=device, weights_only=True)
-    module.load_state_dict(state["weights"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        optimizer.load_state_dict(saved)
-    return TrainingProgress(state["step"], state["position"], json.loads(state["curve"]))
+def left_of(minutes: float) -> Callable[[], float]:
+    """Return a function that tells the time left, in seconds, from its first call on."""
+    end_s = None
+
+    def left_s() -> float:
+        nonlocal end_s
+        now = time.perf_counter()
+        if end_s is None:
+            end_s = now + 60 * minutes
+        return end_s - now
+
+    return left_s
+
+
+def run(config: TrainOptions, program: str, recipe: Recipe) -> None:
+    """Run the command line of a training program."""
+    with one_line_errors(program):
+        config = replace(config, device=pick_device(config.device))
+        train(ready(config, recipe), left_of(config.minutes) if config.minutes else None)
+
+
+# ------------------------------------------------------------------------------- measuring
+
+
+class StepCost(NamedTuple):
+    """The time and the size of a step of training."""
+
+    tokens: int  # of a batch
+    feature_s: float  # of the target's features, once for each batch
+    feature_bytes: int
+    step_s: float
+
+
+def step_cost(config: TrainOptions, recipe: Recipe) -> StepCost:
+    """Measure a step on random tokens, without compiling, which is the slower way."""
+    config = replace(config, steps=1)
+    target = load_target(config)
+    tokens = torch.randint(target.config.vocab_size, (config.batch_size * config.seq_len,))
+    example = Example(tokens, torch.ones(len(tokens), dtype=torch.bool))
+    with redirect_stdout(io.StringIO()):  # it describes the vocabulary of random tokens
+        made = Training(config, recipe, target, [example], [])
+    batch = next(batches([example], config))
+    feature_s = median_s(lambda: made.inputs(batch))
+    with torch.compiler.set_stance("force_eager"):
+        step_s = median_s(lambda: made.step(batch).tolist())
+    feature_bytes = made.inputs(batch).features.nbytes
+    return StepCost(len(tokens), feature_s, feature_bytes, max(step_s - feature_s, 0.0))
+
+
+def median_s(work: Callable[[], Any]) -> float:
+    """Return the median time of some work, done six times, or until it has taken PROBE_S.
+
+    The first time warms up, and does not count unless it is the only one.
+    """
+    times: list[float] = []
+    while len(times) < 6 and sum(times) < PROBE_S:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:] or times)
+
+
+# ------------------------------------------------------------------------------- files
+
+
+def plain_layers(target: Transformer, n_layers: int, ffn_dim: int) -> ModelConfig:
+    """Return the config of a head's layers: LLaMA's in the target's sizes, as published heads have.
+
+    They are dense, also for a mixture of experts. ffn_dim: 0: the target's
+    """
+    c = target.config
+    shared = {each.name: getattr(c, each.name) for each in fields(ModelConfig)}
+    return replace(
+        ModelConfig(**shared),
+        n_layers=n_layers,
+        ffn_dim=ffn_dim or c.ffn_dim,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        n_experts=0,
+        experts_per_token=0,
+        rope_scaling=None,  # the official loader knows none in a head
+    )
 
 
 def shape_keys(c: ModelConfig) -> dict:

@@ -19,7 +19,7 @@ from helpers import GOLDEN, golden_target
 from model import ModelConfig, Transformer
 from models.mixtures import with_head_norms
 from quantize import Linear
-from scripts.train import losses, train_eagle
+from scripts.train import train_eagle
 from scripts.train.train_block import tapped_layers, write_files
 
 MODEL = "models/target_llama_mha"  # 3 layers, width 64, vocabulary 97
@@ -104,7 +104,7 @@ def write_drafter(out: Path, kind: str, model: str = MODEL) -> None:
     if kind == "model":
         write_draft_model(out, model)
     elif kind == "eagle3":
-        head = losses.new_head(dense_layer(target), target, None, from_target=True)
+        head = train_eagle.new_head(dense_layer(target), target, None, from_target=True)
         config = train_eagle.TrainConfig(out=str(out), version=3)
         train_eagle.save_head(head, config, INFO)
     elif kind in ("dflash", "jetspec", "dspark"):

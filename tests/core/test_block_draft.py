@@ -51,8 +51,13 @@ from helpers import (
 )
 from run.generate import generate, load
 from run.options import GenerateConfig
-from scripts.train.block_losses import block_losses, draft_blocks, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, make_head, tapped_layers
+from scripts.train.losses import block_losses, pick_anchors
+from scripts.train.train_block import (
+    BlockTrainConfig,
+    draft_blocks,
+    make_head,
+    tapped_layers,
+)
 from scripts.train.train_block import write_files as write_trained
 
 LAYERS = SHAPE | {"rope_theta": 10000.0, "layer_types": ["full_attention"] * 2}

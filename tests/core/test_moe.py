@@ -471,6 +471,6 @@ def test_a_head_does_not_take_over_the_targets_experts():
 
 def test_the_optimizers_take_every_parameter_once():
     model, config = Transformer(CONFIG), train_eagle.TrainConfig(device="cpu", optimizer="muon")
-    optimizers = training.make_optimizers(model, config, lambda name: name.startswith("layers."))
+    optimizers = training.make_optimizers(model, config)
     taken = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     assert len(taken) == len(set(map(id, taken))) == len(list(model.parameters()))

@@ -523,11 +523,11 @@ def test_the_package_is_missing(capsys, files, tmp_path, monkeypatch):
 def test_train_head_writes_files(files, tmp_path, capsys):
     """Of an EAGLE-3 head; a head of version 1 has none, and one that cannot be written a note."""
     out = write_head(tmp_path / "out")
-    config, plan = SimpleNamespace(checkpoint=DEMO), {"recipe": "HASS"}
-    job = SimpleNamespace(out=out, config=config, state={"plan": plan})
+    config, state = SimpleNamespace(checkpoint=DEMO), {"recipe": "HASS"}
+    job = SimpleNamespace(out=out, config=config, state=state)
     train_head.export(job)
     assert not list(out.glob("*.gguf"))
-    plan["recipe"] = "EAGLE-3"
+    state["recipe"] = "EAGLE-3"
     train_head.export(job)
     written = {file.name for file in out.glob("*.gguf")}
     assert written == {f"head-{kind}.gguf" for kind in export_head.FORMATS}

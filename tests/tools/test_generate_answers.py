@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
 from files.tokenizer import Tokenizer
 from run.generate import generate
 from run.options import DEMO
 from run.parsing import one_line_errors
+from run.scheduler import Piece
+from scripts.train import data
 from scripts.train import generate_answers as answer
-from scripts.train import train_eagle
 from scripts.train.generate_answers import AnswerConfig, Filter, headers
-from scripts.train.workers import FEW, Workers
 
 MODULE = '''
 class Tree:
@@ -35,53 +32,96 @@ to the tree, \f whose text has less indentation.
 def plain(x):
     return x
 '''
-TASKS = [[f"Write about {i}.", "Shorter?"] for i in range(6)]
-LONG = [
-    [f"Summarize: {i} " + "and on " * 200] for i in range(6)
-]  # longer than other prompts may be
-load = cache(answer.load)
 EVAL = "One two three four five six seven eight nine ten eleven twelve thirteen fourteen."
+PROMPTS = {
+    "given": [[f"What is {i}?"] for i in range(9)],
+    "tasks": [[f"Write about {i}.", "Shorter?"] for i in range(6)],
+    # longer than other prompts may be
+    "long": [[f"Summarize: {i} " + "and on " * 200] for i in range(6)],
+}
+
+
+@cache
+def load(options):
+    return REAL_LOAD(replace(options, dtype="float32", compile=False))
+
+
+REAL_LOAD = answer.load
+TOKENIZER = Tokenizer.load(answer.Path(DEMO))
+END = list(TOKENIZER.eos_ids)
+
+
+def words(text: str) -> list[int]:
+    return TOKENIZER.encode(text, bos=False)
+
+
+class MadeUp:
+    """A scheduler that makes up the answers: of a prompt's text, by `texts`, or twenty words."""
+
+    texts: dict[str, list[int]] = {}
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.requests = []
+
+    def submit(self, request):
+        self.requests.append(request)
+
+    def close(self):
+        """Nothing is kept."""
+
+    def step(self) -> list[Piece]:
+        requests, self.requests = self.requests, []
+        for request in requests:
+            text = TOKENIZER.decode(request.prompt)
+            found = next((ids for key, ids in self.texts.items() if key in text), None)
+            number, is_own = request.noise_id
+            if is_own:  # every fifth prompt is cut, every seventh the same
+                found = words(f"Own {number % 7 and number}?") + (END if number % 5 else [])
+            request.tokens += (
+                words(" ".join(f"a{i}" for i in range(20))) if found is None else found
+            )
+            request.reason = "stop"
+        return [Piece(request, request.tokens, [], "") for request in requests]
 
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """Few prompts of each kind, for the demo, whose own prompts are made up: it would not write any."""
-    monkeypatch.setattr(answer.task_prompts, "modules", lambda: [MODULE])
-    (tmp_path / "given.jsonl").write_text(
-        "".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(9))
-    )
+    """Few prompts of each kind, and none of the model's own: the demo would not write any."""
+    rows = "".join(json.dumps({"turns": turns}) + "\n" for turns in PROMPTS["given"])
+    (tmp_path / "given.jsonl").write_text(rows)
     (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["What is 3?", EVAL]}))
-    tokenizer, real = Tokenizer.load(answer.Path(DEMO)), answer.decoded
-
-    def decoded(engine, streams, prompts, longest):
-        if streams[0][1] == 0:
-            return real(engine, streams, prompts, longest)
-        end = list(tokenizer.eos_ids)  # every fifth prompt is cut, every seventh the same
-        return [
-            tokenizer.encode(f"Own {n % 7 and n}?", bos=False) + (end if n % 5 else [])
-            for n, _ in streams
-        ]
-
-    monkeypatch.setattr(answer, "decoded", decoded)
-    monkeypatch.setattr(answer.task_prompts, "tasks", lambda: TASKS)
-    monkeypatch.setattr(answer.task_prompts, "long_texts", lambda most_words: LONG)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(answer.task_prompts, "modules", lambda: [MODULE])
+    monkeypatch.setattr(answer.task_prompts, "tasks", lambda: PROMPTS["tasks"])
+    monkeypatch.setattr(answer.task_prompts, "long_texts", lambda most_words: PROMPTS["long"])
     monkeypatch.setattr(answer, "load", load)
+    monkeypatch.setattr(answer, "SHARES", answer.SHARES | {"own": 0.0})
     return tmp_path
 
 
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr(answer, "Scheduler", MadeUp)
+    monkeypatch.setattr(answer, "SHARES", answer.SHARES | {"own": 1.0})
+    monkeypatch.setattr(MadeUp, "texts", {})
+    monkeypatch.setattr(answer, "repeated", lambda ids: float(50 < len(ids) < 100))
+
+
 def config_for(folder, out="out", **changes) -> AnswerConfig:
-    return AnswerConfig(
-        **{
-            "checkpoint": DEMO, "chat": "vicuna", "out": str(folder / out), "prompts": str(folder / "given.jsonl"),
-            "eval": str(folder / "eval.jsonl"), "tokens": 150, "answer_tokens": 6, "batch_size": 4, "quant": "none",
-            "dtype": "float32", "device": "cpu", "compile": False,
-        }
-        | changes
-    )  # fmt: skip
+    paths = {"prompts": str(folder / "given.jsonl"), "eval": str(folder / "eval.jsonl")}
+    size = {"answer_tokens": 6, "batch_size": 4, "quant": "none", "device": "cpu"}
+    own = {"checkpoint": DEMO, "chat": "vicuna", "out": str(folder / out)}
+    return AnswerConfig(**own | paths | size | changes)
 
 
-def rows_of(config, name="answers.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (answer.Path(config.out) / name).read_text().splitlines()]
+def rows_of(config) -> list[dict]:
+    text = (answer.Path(config.out) / "answers.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def never(tokens: int) -> bool:
+    return False
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -108,240 +148,6 @@ def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
     assert filter.line("own") == f"own: 5 prompts, 1 used; dropped: {dropped}"
 
 
-# --------------------------------------------------------------------------------------------- runs
-
-
-def killed(config, monkeypatch, torn: int) -> None:
-    """Run, killed behind every third batch that is written. torn: bytes that are missing then from the last line."""
-    append, calls = answer.Run._append, Counter()
-
-    def cut(self, name, rows):
-        append(self, name, rows)
-        calls["all"] += 1
-        if calls["all"] % 3 == 0:
-            path = self.out / name
-            path.write_bytes(path.read_bytes()[: -torn or None])
-            calls["kills"] += 1
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(answer.Run, "_append", cut)
-        while True:
-            with suppress(KeyboardInterrupt):
-                answer.answer(config)
-                break
-    assert calls["kills"] >= 2
-
-
-def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch, capsys):
-    """Where the kill has torn a line, too: it is written again.
-
-    The batches are others then; the answers and the model's own prompts are the same, each once.
-    """
-    whole, cut, torn = (config_for(sources, name) for name in ("out", "cut", "torn"))
-    answer.answer(whole)
-    said = capsys.readouterr().out.splitlines()
-    killed(cut, monkeypatch, torn=0)
-    for name in ("answers.jsonl", "prompts.jsonl"):
-        assert rows_of(cut, name) == rows_of(whole, name)
-    assert capsys.readouterr().out.splitlines()[-5:] == said[-5:], (
-        "the counts include what was there"
-    )
-    before = rows_of(whole)
-    answer.answer(whole)
-    assert rows_of(whole) == before, "a finished run adds nothing"
-    killed(torn, monkeypatch, torn=9)
-    want, got = ({row["turns"][0]: row for row in rows_of(config)} for config in (whole, torn))
-    assert len(got) == len(rows_of(torn)) and len(got.keys() & want.keys()) > 12
-    assert all(got[text] == want[text] for text in got.keys() & want.keys())
-    for one, other in zip(rows_of(torn, "prompts.jsonl"), rows_of(whole, "prompts.jsonl")):
-        assert one == other
-
-
-def test_an_answer_depends_on_its_prompt_alone(sources):
-    """Not on the batch around it; greedy ones are generate's; another seed changes the others."""
-    config = config_for(sources, tokens=60)
-    run = answer.answer(config)
-    answer.answer(replace(config, out=str(sources / "one"), batch_size=1))
-    answer.answer(replace(config, out=str(sources / "seed"), seed=1))
-    first, one, seed = (
-        {r["turns"][0]: r for r in rows_of(replace(config, out=str(sources / n)))}
-        for n in ("out", "one", "seed")
-    )
-    shared = first.keys() & one.keys()
-    assert len(shared) >= 6 and all(first[text] == one[text] for text in shared)
-    greedy = [text for text in first if first[text]["temperature"] == 0]
-    assert 0 < len(greedy) < len(first)
-    tokens = generate(run.engines[True], [[text] for text in greedy], max_new_tokens=6).tokens
-    assert tokens == [first[text]["answer_ids"] for text in greedy]
-    assert any(first[t] != seed[t] for t in first.keys() & seed.keys() if t not in greedy)
-    assert all(first[t] == seed[t] for t in greedy if t in seed)
-
-
-def test_an_end_that_is_said_once_more_is_a_loop():
-    places = torch.arange(200)
-    periods = torch.tensor([1, 3, 64, 65, 199])
-    tokens = places % periods[:, None]  # [5, 200]
-    broken = tokens[1:2].clone()
-    broken[0, 150] = 9
-    tokens = torch.cat((tokens, broken))
-    found = answer.is_looping(tokens, torch.full((6,), 180))
-    assert found.tolist() == [True, True, True, False, False, False]
-    # what lies behind the last token does not count, nor does a loop of less than 64 tokens
-    assert answer.is_looping(tokens[5:], torch.tensor([149])).item()
-    assert not answer.is_looping(tokens[5:], torch.tensor([199])).item()
-
-
-def test_conversations_go_on_while_answers_are_good(sources, monkeypatch, capsys):
-    """A turn is answered after the model's own answers, if these ended; one that loops is left out."""
-    rows = [{"turns": [f"Tell {i}.", "More?", "Why?"]} for i in range(4)]
-    rows.append({"turns": ["Tell 9.", EVAL]})
-    (sources / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = config_for(sources, tokens=1e6)
-    answer.Path(config.out).mkdir()
-    engine = answer.Run(config, {}, Filter(set())).engines[False]
-    asked = {"Tell 1.": "cut", "Tell 2.": "loop", "Tell 3.": "long"}
-    asked = {
-        tuple(engine.template.encode(engine.tokenizer, [text], [])): kind
-        for text, kind in asked.items()
-    }
-    tokenizer = engine.tokenizer
-    end = list(tokenizer.eos_ids)
-    word = tokenizer.encode("yes", bos=False)
-
-    def decoded(engine, streams, prompts, longest):
-        kinds = [asked.get(tuple(ids), "good") for ids in prompts]
-        seen.extend(prompts)
-        answers = {"good": word + end, "cut": word, "loop": word * 60 + end}
-        answers["long"] = word * 400 + end
-        return [answers[kind] for kind in kinds]
-
-    seen: list[list[int]] = []
-    monkeypatch.setattr(answer, "decoded", decoded)
-    monkeypatch.setattr(answer, "repeated", lambda ids: float(50 < len(ids) < 100))
-    run = answer.Run(config, {"given": [row["turns"] for row in rows]}, Filter.against([EVAL]))
-    run.writes = False
-    while run.step():
-        pass
-    found = {row["turns"][0]: row for row in rows_of(config)}
-    turns = {first: len(row["turns"]) for first, row in found.items()}
-    assert turns == {"Tell 0.": 3, "Tell 1.": 1, "Tell 2.": 1, "Tell 3.": 1}, (
-        "the eval prompt is dropped"
-    )
-    assert [found[f"Tell {i}."]["ended"] for i in range(4)] == [True, False, True, True]
-    assert found["Tell 2."]["answers"] == [] and found["Tell 0."]["answers"] == ["yes"] * 3
-    assert found["Tell 0."]["answer_ids"] == (word + end) * 3
-    last = engine.template.encode(tokenizer, rows[0]["turns"], ["yes", "yes"])
-    assert seen.count(last) == 1
-    assert "answers: 4 prompts, 3 used; dropped: 1 looping" in run.lines()
-    dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
-    _, marks = train_eagle.marked_tokens(
-        next(d for d in dialogues if d.turns[0] == "Tell 0."), tokenizer, engine.template
-    )
-    assert sum(marks) >= 3 * len(word), "all three answers are trained on"
-    again = answer.Run(config, {"given": [row["turns"] for row in rows]}, Filter.against([EVAL]))
-    assert again.lines() == run.lines() and again.total() == run.total()
-
-
-def test_every_part_is_a_mixture_and_training_reads_it(sources, capsys):
-    config = config_for(sources)
-    run = answer.answer(config)
-    out = capsys.readouterr().out
-    assert "given: 9 prompts, 8 used; dropped: 1 like an evaluation prompt" in out
-    assert "code: 2 prompts, 2 used; dropped: none" in out
-    rows = rows_of(config)
-    assert len({row["turns"][0] for row in rows}) == len(rows) and "What is 3?" not in str(rows)
-    assert {row["source"] for row in rows[:22]} == set(answer.SOURCES)
-    assert {row["temperature"] for row in rows[:12]} == {0.0, 1.0}
-    own = rows_of(config, "prompts.jsonl")
-    assert run.filter.counts["own", "too long or empty"] == sum(not row["ended"] for row in own) > 0
-    assert run.filter.counts["own", "twice"] > 0
-    used = [row for row in rows if row["answers"]]
-    dialogues = train_eagle.read_dialogues(answer.Path(config.out) / "answers.jsonl")
-    assert [d.ended for d in dialogues] == [row["ended"] for row in used] and not all(
-        row["ended"] for row in used
-    )
-    engine = run.engines[False]
-    for d, row in zip(dialogues, used):
-        ids, mask = train_eagle.marked_tokens(d, engine.tokenizer, engine.template)
-        assert [i for i, m in zip(ids, mask) if m] == row["answer_ids"]
-        assert [i for i, m in zip(ids, mask) if not m] == engine.template.encode(
-            engine.tokenizer, row["turns"], []
-        )
-    with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
-        train_eagle.marked_tokens(
-            d._replace(answer_ids=[7, 8, 9]), engine.tokenizer, engine.template
-        )
-    assert sum(len(row["answer_ids"]) for row in used) == run.total()
-
-
-def test_samples_are_answers_to_the_same_prompts(sources):
-    """One is greedy, the others differ from each other; a run that goes on adds the missing ones."""
-    config = config_for(sources, samples=2, tokens=1e6)
-    many = [[f"Name {i} towns?"] for i in range(6)]
-
-    def answered(steps):
-        run = answer.Run(config, {"given": many}, Filter(set()))
-        run.writes = False
-        while steps and run.step():
-            steps -= 1
-        return run
-
-    answer.Path(config.out).mkdir()
-    answered(2)
-    run = answered(99)
-    rows = rows_of(config)
-    kinds = Counter((row["turns"][0], row["temperature"], row["sample"]) for row in rows)
-    wanted = {(text, t, i) for [text] in many for t, i in ((0.0, 0), (1.0, 0), (1.0, 1))}
-    assert set(kinds) == wanted and set(kinds.values()) == {1}
-    hot = {(row["turns"][0], tuple(row["answer_ids"])) for row in rows if row["temperature"]}
-    assert len(hot) > len(many), "samples differ"
-    assert run.lines().startswith("given: 6 prompts, 6 used")
-
-
-def test_workers_give_what_the_function_gives():
-    """In order, in this process for few items, in others for many."""
-    offset = 3
-    workers = Workers(lambda x: (x + offset, os.getpid()))
-    few, many = ([*workers.map(range(count))] for count in (9, 2 * FEW))
-    assert [y for y, _ in few] == [*range(3, 12)] and {pid for _, pid in few} == {os.getpid()}
-    assert [y for y, _ in many] == [*range(3, 2 * FEW + 3)]
-    assert os.getpid() not in {pid for _, pid in many}
-
-
-def run_of_long_answers(sources, monkeypatch, tokens, given=0.0):
-    """A run with enough prompts of every source, whose answers have 200 tokens, to its end."""
-    import scripts.train_head as train_head
-
-    size = train_head.HeadConfig(checkpoint=DEMO).answers(tokens).batch_size
-    options = {"tokens": tokens, "batch_size": size, "given": given, "answer_tokens": 400}
-    config = config_for(sources, **options)
-    many = {source: [[f"{source} {i}?"] for i in range(tokens // 40)] for source in answer.SOURCES}
-    word = Tokenizer.load(answer.Path(DEMO)).encode("yes", bos=False)
-    monkeypatch.setattr(answer, "decoded", lambda engine, streams, prompts, longest: [
-        (word * 200)[:200] for _ in prompts
-    ])  # fmt: skip
-    monkeypatch.setattr(answer, "repeated", lambda ids: 0.0)
-    answer.Path(config.out).mkdir()
-    own = many.pop("own")
-    run = answer.Run(config, many, Filter(set()))
-    run._add("own", [(turns, True) for turns in own], size)
-    run.writes = False
-    while run.total() < tokens and run.step():
-        pass
-    by_source = {
-        source: run.tokens[source, True] + run.tokens[source, False] for source in answer.SOURCES
-    }
-    return run, by_source
-
-
-@pytest.mark.parametrize("given", [0.7, 1.0])
-def test_given_prompts_take_the_share_that_is_asked_for(sources, monkeypatch, given):
-    run, by_source = run_of_long_answers(sources, monkeypatch, 80_000, given)
-    assert abs(by_source["given"] / run.total() - given) < 0.1
-    assert (run.total() > by_source["given"]) == (given < 1)
-
-
 def test_bundled_prompts_are_of_many_kinds_and_lengths():
     """Without an evaluation prompt among them; long ones go up to the length that fits."""
     tasks = [*answer.task_prompts.tasks()]
@@ -361,47 +167,193 @@ def test_bundled_prompts_are_of_many_kinds_and_lengths():
     assert sum(used) / len(used) > 0.98
 
 
+# --------------------------------------------------------------------------------------------- runs
+
+
+def by_text(config) -> dict[str, dict]:
+    rows = rows_of(config)
+    found = {row["turns"][0]: row for row in rows}
+    assert len(found) == len(rows), "each once"
+    return found
+
+
+def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch):
+    """Where the kill has torn a line, too: that prompt is answered again, as before."""
+    whole, cut = config_for(sources, "whole"), config_for(sources, "cut")
+    run = answer.answer(whole, never)
+    write, kills = answer.Run._write, []
+
+    def torn(self, dialogue):
+        write(self, dialogue)
+        if len(rows_of(cut)) % 5 == 4:
+            kills.append(1)
+            self.file.write_bytes(self.file.read_bytes()[:-9])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(answer.Run, "_write", torn)
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            answer.answer(cut, never)
+    monkeypatch.setattr(answer.Run, "_write", write)
+    again = answer.answer(cut, never)
+    assert len(kills) == 2 and by_text(cut) == by_text(whole) and len(by_text(cut)) > 20
+    assert again.total() == run.total() and again.lines() == run.lines()
+    assert run.lines().startswith("given: 9 prompts, 8 used; dropped: 1 like an evaluation prompt")
+    assert {row["source"] for row in rows_of(whole)} == {"given", "code", "tasks", "long"}
+
+
+def test_an_answer_depends_on_its_prompt_alone(sources):
+    """Not on the answers around it; greedy ones are generate's; another seed changes the others."""
+    config = config_for(sources)
+    run = answer.answer(config, never)
+    one, seed = (
+        replace(config, out=str(sources / "one")),
+        replace(config, out=str(sources / "seed")),
+    )
+    answer.answer(replace(one, batch_size=1), never)
+    answer.answer(replace(seed, seed=1), never)
+    first = by_text(config)
+    assert by_text(one) == first
+    greedy = [text for text in first if first[text]["temperature"] == 0]
+    assert 0 < len(greedy) < len(first)
+    changed = {text for text, row in by_text(seed).items() if row != first[text]}
+    assert changed and changed.isdisjoint(greedy)
+    short = [t for t in greedy if len(t) < 300 and len(first[t]["turns"]) == 1]
+    plain = replace(run.engine, config=replace(run.engine.config, temperature=0.0))
+    tokens = generate(plain, [[text] for text in short], max_new_tokens=6).tokens
+    assert len(short) > 3 and tokens == [first[text]["answer_ids"] for text in short]
+
+
+def test_the_end_takes_unfinished_answers_as_cut(sources):
+    config = config_for(sources)
+    run = answer.answer(config, lambda tokens: tokens >= 30)
+    rows = rows_of(config)
+    assert 30 <= run.total() == sum(len(row["answer_ids"]) for row in rows if row["answers"]) < 40
+    assert any(len(row["answer_ids"]) < 6 and not row["ended"] for row in rows)
+
+
+def test_an_end_that_is_said_once_more_is_a_loop():
+    for period, loops in ((1, True), (3, True), (64, True), (65, False), (199, False)):
+        tokens = [i % period for i in range(192)]
+        assert answer.is_looping(tokens) == loops, period
+        assert not answer.is_looping(tokens[:-1]), "the look is taken now and then"
+        assert not answer.is_looping(tokens[:96]), "too short"
+    tokens = [i % 3 for i in range(192)]
+    tokens[150] = 9
+    assert not answer.is_looping(tokens)
+
+
+def test_conversations_go_on_while_answers_are_good(sources, made_up):
+    """A turn is answered after the model's own answers, if these ended; one that loops is left out."""
+    given = [[f"Tell {i}.", "More?", "Why?"] for i in range(4)] + [["Tell 9.", EVAL]]
+    word = words("yes")
+    MadeUp.texts = {"Tell 1.": word, "Tell 2.": word * 60 + END, "Tell 3.": word * 400 + END}
+    MadeUp.texts["Tell 0."] = word + END
+    config = config_for(sources, given=1.0)
+
+    def begin():
+        return answer.Run(config, {"given": given}, Filter.against([EVAL]))
+
+    run = begin()
+    while run.step():
+        pass
+    found = by_text(config)
+    turns = {first: len(row["turns"]) for first, row in found.items()}
+    assert turns == {"Tell 0.": 3, "Tell 1.": 1, "Tell 2.": 1, "Tell 3.": 1}, (
+        "the eval one is dropped"
+    )
+    assert [found[f"Tell {i}."]["ended"] for i in range(4)] == [True, False, True, True]
+    assert found["Tell 2."]["answers"] == [] and found["Tell 0."]["answers"] == ["yes"] * 3
+    assert found["Tell 0."]["answer_ids"] == (word + END) * 3
+    assert "answers: 4 prompts, 3 used; dropped: 1 looping" in run.lines()
+    dialogues = data.read_dialogues(run.file)
+    first = next(d for d in dialogues if d.turns[0] == "Tell 0.")
+    _, marks = data.marked_tokens(first, TOKENIZER, run.engine.template)
+    assert sum(marks) >= 3 * len(word), "all three answers are trained on"
+    assert begin().total() == run.total()
+
+
+def test_training_reads_the_answers_with_their_tokens(sources, made_up):
+    """Also those to the model's own prompts, of which the cut and the equal ones are dropped."""
+    config = config_for(sources)
+    run = answer.answer(config, lambda tokens: tokens >= 3000)
+    counts = run.filter.counts
+    assert counts["own", "too long or empty"] > 0 and counts["own", "twice"] > 0
+    rows = rows_of(config)
+    assert {row["source"] for row in rows[:22]} == set(answer.SOURCES)
+    assert {row["temperature"] for row in rows[:12]} == {0.0, 1.0}
+    own = [row["number"] for row in rows if row["source"] == "own"]
+    assert len(own) == len(set(own)) > 5 and answer.Run(config, {}, Filter(set())).attempts == max(
+        own
+    )
+    for d, row in zip(data.read_dialogues(run.file), rows):
+        if len(d.turns) > 1:
+            continue
+        ids, mask = data.marked_tokens(d, TOKENIZER, run.engine.template)
+        prompt = run.engine.template.encode(TOKENIZER, row["turns"], [])
+        assert ids == prompt + row["answer_ids"]
+        assert mask == [False] * len(prompt) + [True] * len(row["answer_ids"])
+        with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
+            wrong = d._replace(answer_ids=[7, 8, 9])
+            data.marked_tokens(wrong, TOKENIZER, run.engine.template)
+
+
+@pytest.mark.parametrize("given", [0.0, 0.7, 1.0])
+def test_sources_take_their_shares_of_the_tokens(sources, made_up, given):
+    config = config_for(sources, given=given, batch_size=8, answer_tokens=120)
+    many = {s: [[f"{s} {i}?"] for i in range(600)] for s in answer.SOURCES if s != "own"}
+    run = answer.Run(config, many, Filter(set()))
+    while run.total() < 20_000:
+        run.step()
+    share = {source: run.tokens[source] / run.total() for source in answer.SOURCES}
+    assert abs(share["given"] - (given or 1 / 4.25)) < 0.1
+    assert bool(given == 1) == (share["code"] == 0)
+    if not given:
+        assert abs(share["own"] - share["tasks"]) < 0.05 and share["long"] < 0.15
+
+
+def test_a_model_that_writes_no_good_prompt_writes_no_more(sources, made_up, capsys):
+    MadeUp.texts = {}
+    config = config_for(sources, prompt_tokens=300)
+    run = answer.Run(config, {}, Filter(set()))
+    run.filter.accepts = lambda source, turns, fits: False
+    while run.step():
+        pass
+    assert run.attempts < 3 * config.batch_size
+    assert "prompts that the model wrote was good" in capsys.readouterr().out
+
+
 # ----------------------------------------------------------------------------------------- mistakes
 
-
-def written(name, text):
-    def make(folder):
-        (folder / name).write_text(text)
-        return {}
-
-    return make
-
-
-MISTAKES = {
-    "no prompts": (lambda folder: {"prompts": "none.jsonl"}, "--prompts: cannot read none.jsonl"),
-    "a prompt without turns": (
-        written("given.jsonl", '{"turns": ["a"]}\n{"q": 1}\n'),
-        "given.jsonl line 2: it must be",
+MISTAKES = [
+    ("none.jsonl", None, "--prompts: cannot read"),
+    ("given.jsonl", '{"turns": ["a"]}\n{"q": 1}\n', "given.jsonl line 2: it must be"),
+    ("given.jsonl", '{"turns": [" "]}', "line 1: it must be like"),
+    ("given.jsonl", "{", "line 1 is not valid JSON"),
+    (
+        "given.jsonl",
+        '{"turns": ["What is 3?"]}',
+        "can be used (given: 1 prompts, 0 used; dropped: 1",
     ),
-    "an empty turn": (written("given.jsonl", '{"turns": [" "]}'), "line 1: it must be like"),
-    "not JSON": (written("given.jsonl", "{"), "line 1 is not valid JSON"),
-    "no evaluation prompts": (written("eval.jsonl", ""), "--eval: "),
-    "an evaluation row without turns": (
-        written("eval.jsonl", '{"turns": []}'),
-        "eval.jsonl line 1: it must be like",
-    ),
-    "an empty directory": (lambda folder: {"eval": str(folder / "out")}, "--eval: "),
-    "no prompt to use": (
-        written("given.jsonl", '{"turns": ["What is 3?"]}'),
-        "can be used (given: 1 prompts, 0 used; dropped: 1 like an evaluation prompt; at most 300",
-    ),
-}
+    ("eval.jsonl", "", "--eval: "),
+    ("eval.jsonl", '{"turns": []}', "eval.jsonl line 1: it must be like"),
+    ("out", None, "--eval: "),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, sources, monkeypatch, capsys):
+@pytest.mark.parametrize("name, text, expected", MISTAKES)
+def test_a_mistake_is_one_line(name, text, expected, sources, monkeypatch, capsys):
     """Faults of files are found before the model is loaded."""
-    make, expected = MISTAKES[name]
-    if name != "no prompt to use":  # which needs the tokenizer
+    if "can be used" not in expected:  # which needs the tokenizer
         monkeypatch.setattr(answer, "load", None)
-    config = replace(config_for(sources), **make(sources))
+    if text is not None:
+        (sources / name).write_text(text)
+    flag = "eval" if "--eval" in expected else "prompts"
+    config = replace(config_for(sources), **{flag: str(sources / name)})
+    if name == "eval.jsonl":
+        config = config_for(sources)
     with pytest.raises(SystemExit) as stop, one_line_errors("train_head.py"):
-        answer.answer(config)
+        answer.answer(config, never)
     lines = capsys.readouterr().err.splitlines()
     lines = [line for line in lines if not line.startswith("note: ")]  # of `load`
     assert stop.value.code == 2 and len(lines) == 1 and expected in lines[0], lines

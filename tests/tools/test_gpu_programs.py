@@ -1,23 +1,17 @@
 """Programs for a GPU where there is none: kernels.py, probe.py, and which tests are smoke."""
 
 import json
-import lzma
-import shutil
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import backends.experts
-from run.options import ROOT
 from scripts.bench import measure
 from scripts.gpu import families, table
 from scripts.gpu import kernels as kernel_bench
 from scripts.gpu import probe as gpu_probe
-from scripts.gpu import train as gpu_train
 
 
 @pytest.fixture
@@ -139,60 +133,6 @@ def test_experts_agree_and_report_the_bytes_of_those_that_are_hit(on_cpu, monkey
     for row in rows:
         hit, rest = divmod(row["read_bytes"], one[row["kernel"].split()[1]])
         assert rest == 0 and (hit == 2 if row["M"] == 1 else 3 <= hit <= 8)
-
-
-# ----------------------------------------------------------------------------------------- training
-
-
-def test_training_by_one_clock(tmp_path, monkeypatch):
-    """Answers for their share, then training until the seconds are over; or a note that none are left."""
-    now = [100.0]
-    monkeypatch.setattr(gpu_train.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(gpu_train, "rehearse", lambda config: subprocess.Popen(["true"]))
-
-    def answer(config, over):
-        run = SimpleNamespace(total=lambda: int(now[0]) * 1000)
-        while over(run) < 1:
-            now[0] += 7
-        return run
-
-    def train(training, made, left_s):
-        assert Path(training.data) == tmp_path / "answers/answers.jsonl" and training.version == 3
-        seen.append(left_s())
-        Path(training.out).mkdir(exist_ok=True)
-        (Path(training.out) / "training.json").write_text('{"curve": [{"step": 9}]}')
-
-    seen: list[float] = []
-    monkeypatch.setattr(gpu_train, "answer", answer)
-    monkeypatch.setattr(gpu_train.train_eagle, "ready", lambda training: now.append(0))
-    monkeypatch.setattr(gpu_train.train_eagle, "train", train)
-    flags = ["--out", str(tmp_path), "--device", "cpu"]
-    gpu_train.main([*flags, "--seconds", "100", "--answering", "0.5"])
-    assert seen == [100 - 56 - gpu_train.ENDING_S], (
-        "the batch that passes the half ends the answers"
-    )
-    rates = json.loads((tmp_path / "rates.json").read_text())
-    assert (rates["answer_tokens"], rates["answer_s"]) == (56_000, 56)
-    assert rates["trained_tokens"] == 9 * 32 * 512
-    gpu_train.main([*flags, "--seconds", "10"])
-    assert len(seen) == 1 and "trained_tokens" not in (tmp_path / "rates.json").read_text()
-
-
-def test_a_target_that_did_not_arrive_whole_is_refused(tmp_path):
-    """By its SHA-256, before anything runs."""
-    for name in ("scripts/gpu/train.sh", "files/packaged.py"):
-        copy = tmp_path / name
-        copy.parent.mkdir(parents=True)
-        shutil.copy(ROOT / name, copy)
-    (tmp_path / "brought").mkdir()
-    packed = lzma.compress(b"another model")
-    command = ["bash", str(tmp_path / "scripts/gpu/train.sh")]
-    for part, content in (("aa", packed[:20]), ("ab", packed[20:])):
-        (tmp_path / f"brought/target.xz.{part}").write_bytes(content)
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2 and "not the whole model" in done.stderr, part
-    unpacked = tmp_path / "checkpoints/SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert unpacked.read_bytes() == b"another model", "parts are joined"
 
 
 # -------------------------------------------------------------------------------------------- tests

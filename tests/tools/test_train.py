@@ -1,4 +1,6 @@
-"""Training of heads: the official loss and gradients, answer masks, resume, the official layout."""
+"""Training of heads: the official loss and gradients, chains fed one token at a time, answer masks, the official layout,
+the best head, resume, and features kept on disk. Block drafters are in tests/core/test_block_draft.py.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,17 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draft_tree import StaticTree
+from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
 from files.chat import CHAT_TEMPLATES
 from files.eagle_variants import head_names
@@ -31,13 +37,30 @@ from helpers import (
     golden_target,
     refused,
 )
+from kv_cache import KVCache, causal_window
+from models.steps import HeadNorm
 from reference import TORCH, use_backend
-from run.options import DEMO
-from run.parsing import one_line_errors
-from scripts.train import train_block, train_eagle, training
-from scripts.train.acceptance import Chains, evaluate
-from scripts.train.losses import LossOptions, unrolled_losses
-from scripts.train.train_eagle import Dialogue, Example, TrainConfig, marked_tokens
+from run.heads import load_drafter, rows_of
+from run.options import DEMO, GenerateConfig
+from scripts.train import data, feature_cache, train_block, train_eagle, training
+from scripts.train.acceptance import ALPHAS, Chains, evaluate
+from scripts.train.data import Dialogue, Example, marked_tokens
+from scripts.train.feature_cache import best_tokens, default_aux_layers
+from scripts.train.losses import DECAY, STEPS, LossOptions, unrolled_losses
+from scripts.train.train_eagle import EAGLE, TrainConfig, frequent_tokens
+from steps import add_modules
+
+UNROLLED = STEPS[3]
+TARGET = "models/target_llama31_gqa8"
+HEAD = "models/head_eagle3"
+CASES = {3: (TARGET, HEAD), 1: ("models/target_llama_mha", "models/head_eagle12_mha")}  # by version
+
+
+def target():
+    return golden_target(TARGET)
+
+
+# ----------------------------------------------------------------------------------------- losses
 
 
 def official_losses(head):
@@ -48,17 +71,15 @@ def official_losses(head):
         tokens, mask = torch.tensor([ids]), torch.tensor([raw])
         features = target(tokens, torch.arange(len(ids))[None])
         n = mask[:, :-1].sum()
-        recipe = LossOptions(target.embedding, target.lm_head, target.lm_head, 1)
-        e, r = unrolled_losses(head, target, (tokens, mask, features, None), recipe, 0.0)
+        options = LossOptions(target.embedding, target.lm_head, target.lm_head, 1)
+        e, r = unrolled_losses(head, target, (tokens, mask, features, None), options, 0.0)
         regression, entropy, count = regression + r * n, entropy + e * n, count + n
     return regression / count, entropy / count
 
 
 def test_official_loss_and_gradients():
-    case, tensors = (
-        golden_case("train_eagle12"),
-        load_file(GOLDEN / "train_eagle12" / "tensors.safetensors"),
-    )
+    case = golden_case("train_eagle12")
+    tensors = load_file(GOLDEN / "train_eagle12" / "tensors.safetensors")
     head = golden_head().requires_grad_(True)
     use_backend(head, TORCH)
     regression, entropy = official_losses(head)
@@ -80,34 +101,106 @@ def test_what_learns_must_not_run_our_operators():
         official_losses(head)
     use_backend(head, TORCH)
     target = load_model(GOLDEN / "models/target_llama_mha", torch.bfloat16)
-    losses = train_eagle.losses_of(train_eagle.TrainConfig(device="cpu"), head, target)
+    losses = train_eagle.losses_of(TrainConfig(device="cpu"), head, target)
     tokens = torch.arange(7)[None]
     features = target(tokens, tokens).float()
     with torch.compiler.set_stance("force_eager"):
-        sum(losses((tokens, tokens >= 0, features, None), 0)).backward()
+        sum(losses(training.Inputs(tokens, tokens >= 0, features, None), 0)).backward()
     assert head.fc.weight.grad.isfinite().all() and head.fc.weight.grad.any()
     with pytest.raises(RuntimeError, match="gpt_eagle::matmul has no gradients"):
         target.lm_head(features.requires_grad_())
+
+
+@torch.no_grad()
+def chain_outputs(head, target, features: Tensor, tokens: Tensor, t: int) -> list[Tensor]:
+    """Outputs of the head at the nodes of a chain from row t that drafts the text itself.
+
+    It runs one token at a time, as in decoding: [F] for every step.
+    features: [1, T, (1 + aux_layers) F]; tokens: [1, T].
+    """
+    cache, outs = KVCache.empty(head.config.model, 1, t + 1 + UNROLLED, torch.float32, "cpu"), []
+    fused = head.project(features)
+    for j in range(min(t + UNROLLED, tokens.shape[1] - 1)):
+        hidden = fused[:, j : j + 1] if j <= t else outs[-1]
+        row = head(target.embedding(tokens[:, j + 1 : j + 2]), hidden, torch.tensor([[j]]), cache,
+                   causal_window(torch.tensor([j]), 1))  # fmt: skip
+        outs += [row] if j >= t else []
+    return [out[0, 0] for out in outs]
+
+
+@pytest.mark.parametrize("version, normed", [(3, False), (3, True), (1, False)])
+def test_training_time_test_is_chains_fed_one_token_at_a_time(version, normed):
+    """Masks and positions: every step of every row is what decoding computes there. The losses: the plain formulas.
+
+    normed: with norms of queries and keys, which learn
+    """
+    target = golden_target(CASES[version][0])
+    head, T = golden_head(CASES[version][1], target), 12
+    use_backend(head, TORCH)
+    layer = head.layers[0]
+    if normed:
+        config = head.config.model
+        norm = HeadNorm(config.n_heads, config.n_kv_heads, config.head_dim, 1e-6)
+        layer.steps = (layer.steps[0], norm, *layer.steps[1:])
+        add_modules(layer, [norm])
+        norms = [layer.q_norm.weight, layer.k_norm.weight]
+        for i, weight in enumerate(norms):
+            weight.data += torch.linspace(-0.5, 0.5, len(weight)) * (-1) ** i
+    g, V = torch.Generator().manual_seed(0), target.config.vocab_size
+    tokens, mask = torch.randint(0, V, (2, T), generator=g), torch.rand(2, T, generator=g) < 0.7
+    features = target(tokens, torch.arange(T).expand(2, -1), aux_layers=head.aux_layers)
+    if version == 1:
+        head.vocab = DraftVocab(V, torch.arange(3, V, 2))
+    drafted, three, far = head.vocab.ids.tolist(), version == 3, [0.0] * UNROLLED
+    lm_head = head.lm_head or rows_of(target.lm_head, head.vocab.ids)
+    rows = rows_of(target.lm_head, head.vocab.ids)
+    options = LossOptions(target.embedding, lm_head, rows, UNROLLED)
+    best = best_tokens(target, features) if three else None
+    losses = unrolled_losses(head, target, (tokens, mask, features, best), options, 0)
+    expected, counts = [0.0] * UNROLLED, [0] * UNROLLED
+    for b in range(2):
+        z = target.logits(features[b])  # [T, V]
+        for t in range(T - 1):
+            outs = chain_outputs(head, target, features[b : b + 1], tokens[b : b + 1], t)
+            for s, out in enumerate(outs):
+                p = z[t + 1 + s, drafted].softmax(-1)
+                log_q = lm_head(head.output_norm(out)).log_softmax(-1)
+                if mask[b, t + s] and (not three or int(z[t + 1 + s].argmax()) in drafted):
+                    expected[s] -= float(p @ log_q)
+                    far[s] += float(F.smooth_l1_loss(out, features[b, t + 1 + s, : len(out)]))
+                    counts[s] += 1
+    assert 0 < sum(counts) < 2 * sum(T - 1 - s for s in range(UNROLLED)), "some rows count"
+    totals = [2 * T] * UNROLLED if three else counts
+    expected = [e / total for e, total in zip(expected, totals)]
+    expected += [f / c for f, c in zip(far, counts) if not three]
+    assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-5)
+    assert UNROLLED == 7 and DECAY == 0.8
+    if normed:
+        assert all(grad.all() for grad in torch.autograd.grad(sum(losses), norms))
 
 
 def test_chains_from_every_start_agree_with_the_loop():
     """The vectorised evaluator and the decode loop draft the same tokens and accept the same lengths."""
     target, head = golden_target(), golden_head()
     prompt = [5, 17, 3, 40, 8]
-    drafter = EagleDrafter(head, target, StaticTree.chain(train_eagle.ALPHAS), sharpness=1.0)
+    drafter = EagleDrafter(head, target, StaticTree.chain(ALPHAS), sharpness=1.0)
     session = decode(engine_for(target, drafter, max_new_tokens=60, ignore_eos=True), prompt)
     ok, _ = Chains(head, target, torch.tensor([session.history[0]])).run()
     lengths = ok.long().cumprod(1).sum(1).tolist()
-    compared = 0
-    for row in session.trace:
-        start = row["pos"] - 1  # the head's row that pairs f_{pos-1} with the root
-        if start < len(lengths):
-            assert lengths[start] == row["accept_length"]
-            compared += 1
-    assert compared >= 10
+    # the head's row that pairs f_{pos-1} with the root
+    starts = [(row["pos"] - 1, row["accept_length"]) for row in session.trace]
+    starts = [(start, length) for start, length in starts if start < len(lengths)]
+    assert len(starts) >= 10 and all(lengths[start] == length for start, length in starts)
     result = evaluate(head, target, [(len(prompt), session.history[0])])
     assert result["tau"] == pytest.approx(1 + sum(lengths[3:]) / len(lengths[3:]))
     assert result["alpha"][0] == pytest.approx(ok[3:, 0].float().mean().item())
+    narrow = copy.deepcopy(target).bfloat16()  # on CUDA it stays so while the head is in fp32
+    narrow.ropes = target.ropes
+    _, logits = Chains(head, narrow, torch.tensor([session.history[0]])).run()
+    assert logits[0].dtype == torch.float32
+
+
+# ----------------------------------------------------------------------------------------- data
 
 
 OWN = (
@@ -119,18 +212,15 @@ OWN = (
 @pytest.mark.parametrize("kind", ["fixed", "own"])
 def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
     """Answers of a file begin with spaces or newlines; a template may keep them."""
-    tokenizer, template = Tokenizer.load(train_eagle.Path(DEMO)), CHAT_TEMPLATES["vicuna"]
+    tokenizer, template = Tokenizer.load(Path(DEMO)), CHAT_TEMPLATES["vicuna"]
     if kind == "own":
-        template = JinjaTemplate(train_eagle.Path(DEMO), Template(OWN), None, tokenizer.special)
+        template = JinjaTemplate(Path(DEMO), Template(OWN), None, tokenizer.special)
     turns = ["What is 2 + 2?", "And 3 + 3?", "And 4 + 4?"]
     plain, spaced = ["four", "six\nor so", "eight"], [" four\n", "\n\nsix\nor so ", "\teight "]
-    (tmp_path / "d.jsonl").write_text(
-        "".join(json.dumps({"turns": turns, "answers": a}) + "\n" for a in (plain, spaced))
-    )
-    one, other = (
-        marked_tokens(d, tokenizer, template)
-        for d in train_eagle.read_dialogues(tmp_path / "d.jsonl")
-    )
+    rows = [json.dumps({"turns": turns, "answers": answers}) for answers in (plain, spaced)]
+    (tmp_path / "d.jsonl").write_text("\n".join(rows))
+    dialogues = data.read_dialogues(tmp_path / "d.jsonl")
+    one, other = (marked_tokens(d, tokenizer, template) for d in dialogues)
     assert one == other
     spans = "".join(tokenizer.decode([i]) if m else "|" for i, m in zip(*other))
     assert all(answer in spans for answer in plain)
@@ -139,44 +229,7 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
     assert cut[0] == one[0][:-1]
 
 
-def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
-    """Any other fault of a template is an error, also where the data are texts."""
-    copy = shutil.copytree(DEMO, tmp_path / "demo")
-    config, target = TrainConfig(checkpoint=str(copy), device="cpu"), golden_target()
-    assert train_eagle.make_engine(config, target).template is None
-    (copy / "chat_template.jinja").write_text("{% broken")
-    with pytest.raises(ValueError, match="its chat template"):
-        train_eagle.make_engine(config, target)
-
-
-@pytest.mark.parametrize("changes", [{"fc_bias": False}, {"n_layers": 2}, {"qkv_bias": True}])
-def test_a_saved_head_says_what_it_is(changes, tmp_path):
-    """A head that was loaded and trained on keeps its own shape: no bias (LLaMA-3's), more layers, qkv bias."""
-    target, config = golden_target(), golden_head().config
-    fc_bias = changes.pop("fc_bias", True)
-    head = EagleHead(EagleConfig(replace(config.model, **changes), fc_bias=fc_bias))
-    row = {"step": 1, "regression 0": 1.0, "entropy 0": 1.0, "alpha": [0.5] * 5, "tau": 1.5}
-    info = {"curve": [row]}
-    train_eagle.save_head(head, TrainConfig(out=str(tmp_path), dtype="float32"), info)
-    loaded = load_head(tmp_path, target)
-    assert loaded.config.fc_bias == fc_bias
-    for name, value in head.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), value), name
-
-
-def test_a_bad_line_of_data_is_one_line(tmp_path, capsys):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"turns": ["a"], "answers": ["b"]}\n{"question": "c"}\n')
-    with pytest.raises(SystemExit) as stop, one_line_errors("train_eagle.py"):
-        train_eagle.read_dialogues(file)
-    assert stop.value.code == 2
-    err = capsys.readouterr().err
-    assert "row 2" in err and err.count("\n") == 1
-    with pytest.raises(ValueError, match="cannot read"):
-        train_eagle.read_dialogues(tmp_path / "none.jsonl")
-
-
-def test_sharegpt_and_text_lines(tmp_path, capsys):
+def test_every_form_of_a_row(tmp_path, capsys):
     def said(*who_and_what):
         return {"conversations": [{"from": who, "value": what} for who, what in who_and_what]}
 
@@ -192,18 +245,398 @@ def test_sharegpt_and_text_lines(tmp_path, capsys):
     lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     array.write_text(json.dumps(rows))
     for file in (lines, array):
-        assert train_eagle.read_dialogues(file) == want
+        assert data.read_dialogues(file) == want
         assert "3 dialogues or texts, 2 left out" in capsys.readouterr().out
+    lines.write_text('{"turns": ["a"], "answers": ["b"]}\n{"question": "c"}\n')
+    for file, message in ((lines, "row 2 must have"), (tmp_path / "none", "cannot read")):
+        with pytest.raises(ValueError, match=message):
+            data.read_dialogues(file)
 
 
-def test_chains_with_a_target_of_another_dtype():
-    """On CUDA the target stays in bf16 while the head is trained in fp32."""
-    target = copy.deepcopy(golden_target()).bfloat16()
-    target.ropes = golden_target().ropes
-    ok, logits = Chains(
-        golden_head(), target, torch.tensor([[5, 17, 3, 40, 8, 22, 61, 9, 33, 2]])
-    ).run()
-    assert ok.shape[1] == train_eagle.ALPHAS and logits[0].dtype == torch.float32
+def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
+    """Any other fault of a template is an error, also where the data are texts."""
+    copy = shutil.copytree(DEMO, tmp_path / "demo")
+    config, target = TrainConfig(checkpoint=str(copy), device="cpu"), golden_target()
+    assert training.make_engine(config, target).template is None
+    (copy / "chat_template.jinja").write_text("{% broken")
+    with pytest.raises(ValueError, match="its chat template"):
+        training.make_engine(config, target)
+
+
+def test_the_draft_vocabulary_is_what_is_trained_on_most():
+    ids = torch.tensor([5, 5, 5, 2, 2, 9, 9, 7, 0])
+    assert frequent_tokens(ids, 12, 3).ids.tolist() == [2, 5, 9]
+    assert frequent_tokens(ids, 12, 5).ids.tolist() == [0, 2, 5, 7, 9], "of equals the lowest"
+    assert frequent_tokens(ids, 12, 12) is None
+    model = golden_head(HEAD, target()).config.model
+    head = train_eagle.new_head(model, target(), DraftVocab(128, ids[[3, 5]]), True)
+    keys, mapping = train_eagle.keys_of(head), train_eagle.vocab_layout(head)
+    assert keys == {"draft_vocab_size": 2, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    assert mapping["d2t"].tolist() == [2, 8]
+    assert mapping["t2d"].nonzero().flatten().tolist() == [2, 9]
+    assert torch.equal(head.lm_head.weight, target().lm_head.weight[[2, 9]])
+    layers = {32: (2, 16, 29), 8: (2, 4, 5), 6: (2, 3), 2: (1, 2)}  # a small target has fewer
+    assert {n: default_aux_layers(n) for n in layers} == layers
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+COMMON = {
+    "checkpoint": str(GOLDEN / TARGET), "version": 3, "batch_size": 4, "seq_len": 24, "lr": 3e-3, "warmup": 2,
+    "steps": 1, "draft_vocab": 100, "init": "feature", "weight_decay": 0.0, "dtype": "float32", "device": "cpu",
+}  # fmt: skip
+
+
+@cache
+def written() -> tuple[list[Example], list[tuple[int, list[int]]]]:
+    """Texts generated by the target: examples at T = 1, sequences to evaluate with at T = 0."""
+    prompts = [[5 + i, 17, 3] for i in range(16)]
+    options = {"batch_size": 16, "temperature": 1.0, "max_new_tokens": 60}
+    sampled = decode(engine_for(target(), RootOnly(), **options), *prompts)
+    greedy = decode(engine_for(target(), RootOnly(), batch_size=2, max_new_tokens=40), *prompts[:2])
+    examples = [Example.of(ids, [i > 2 for i in range(len(ids))]) for ids in sampled.history]
+    return examples, [(3, ids) for ids in greedy.history]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No compilation, and no corpus to read."""
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(training, "prepare", prepared)
+
+
+def prepared(config, target):
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    return written()
+
+
+def train(config: TrainConfig) -> None:
+    training.train(training.ready(config, EAGLE))
+
+
+def as_vanilla(drafter, **options):
+    """Compare the texts of a drafter and of none. Returns: the session with the drafter."""
+    drafted, plain = (
+        decode(engine_for(target(), d, max_new_tokens=40, **options), [5, 17, 3])
+        for d in (drafter, RootOnly())
+    )
+    assert drafted.history == plain.history
+    return drafted
+
+
+def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_path):
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 80, "eval_every": 40})
+    torch.manual_seed(0)
+    fresh = train_eagle.make_head(config, target(), written()[0])
+    before = evaluate(fresh, target(), written()[1])["tau"]
+    train(config)
+    info = json.loads((tmp_path / "training.json").read_text())
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert [row["step"] for row in info["curve"]] == [40, 80]
+    first, last = info["curve"]
+    assert all(last[f"entropy {s}"] < first[f"entropy {s}"] for s in range(UNROLLED))
+    assert last["tau"] > before + 0.5
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == set(load_file(GOLDEN / HEAD / "model.safetensors"))
+    assert torch.equal(torch.arange(100) + tensors["d2t"], tensors["t2d"].nonzero().flatten())
+    assert raw["draft_vocab_size"] == 100
+    head = load_head(tmp_path, target())
+    assert head.aux_layers == (2, 4, 5) and head.vocab.drafted == 100 and head.config.sharpness >= 1
+    tau = evaluate(head, target(), written()[1])["tau"]
+    assert tau == pytest.approx(last["tau"], abs=1e-3)
+    as_vanilla(EagleDrafter(head, target(), StaticTree.chain(5)))
+    again = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
+    for name, value in head.named_parameters():
+        own = again.get_parameter(name)
+        assert torch.equal(own, value) and own.requires_grad, name
+
+
+def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
+    """It is written as in version 3, and loads, drafts only those tokens, and has the target's rows for them."""
+    config = TrainConfig(**COMMON | {"version": 1, "out": str(tmp_path), "lr": 3e-5})
+    head = train_eagle.make_head(config, target(), written()[0])
+    train_eagle.save_head(head, config, {"curve": []})
+    options = GenerateConfig(
+        checkpoint=config.checkpoint, head=str(tmp_path), draft="eagle", quant_draft="none"
+    )
+    drafter = load_drafter(target(), options.head, options.draft_tree, options.quant_draft)
+    kept = drafter.vocab.ids
+    assert torch.equal(kept, head.vocab.ids) and len(kept) == 100
+    assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[kept])
+    drafted = as_vanilla(drafter, trace="t")
+    assert {i for row in drafted.trace for i in row["draft_tokens"]} <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("changes", [{"fc_bias": False}, {"n_layers": 2}, {"qkv_bias": True}])
+def test_a_saved_head_says_what_it_is(changes, tmp_path):
+    """A head that was loaded and trained on keeps its own shape: no bias (LLaMA-3's), more layers, qkv bias."""
+    target, config = golden_target(), golden_head().config
+    fc_bias = changes.pop("fc_bias", True)
+    head = EagleHead(EagleConfig(replace(config.model, **changes), fc_bias=fc_bias))
+    train_eagle.save_head(head, TrainConfig(out=str(tmp_path), dtype="float32"), {})
+    loaded = load_head(tmp_path, target)
+    assert loaded.config.fc_bias == fc_bias
+    for name, value in head.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), value), name
+
+
+@pytest.mark.parametrize("embedding", ["target's", "own", "tied"])
+def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, quick):
+    """It is written again if it is another than the target's, and it is not trained."""
+    raw = json.loads((GOLDEN / HEAD / "config.json").read_text())
+    tensors = load_file(GOLDEN / HEAD / "model.safetensors")
+    table = target().embedding.weight * (1 if embedding == "target's" else 1.5)
+    tensors["embed_tokens.weight"] = table
+    if embedding == "tied":
+        raw |= {"draft_vocab_size": 128, "tie_word_embeddings": True}
+        for name in ("lm_head.weight", "d2t", "t2d"):
+            del tensors[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    own = {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 0}
+    config = TrainConfig(**COMMON | own)
+    head = train_eagle.make_head(config, target(), [])
+    (tmp_path / "new").mkdir()
+    train_eagle.save_head(head, config, {"curve": []})
+    again = load_head(tmp_path / "new", target())
+    assert (again.embedding is None) == (embedding == "target's")
+    for name, value in head.named_parameters():
+        assert torch.equal(again.get_parameter(name), value), name
+        assert value.requires_grad == (name != "embedding.weight"), name
+
+
+@pytest.mark.parametrize(
+    ("taus", "patience", "steps", "best", "killed"),
+    [
+        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4, True),  # two in a row without a higher one
+        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8, False),  # one is not enough
+        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4, False),  # no patience is asked for
+        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10, True),  # of equal ones the last
+    ],
+)
+def test_training_ends_when_tau_no_longer_rises(
+    taus, patience, steps, best, killed, quick, tmp_path, monkeypatch
+):
+    """By made-up tau, also after a kill: the head written is that of the highest one."""
+    seen: list[Tensor] = []  # weights that were evaluated
+
+    def evaluated(head, target, sequences, draft):
+        seen.append(head.layers[0].wo.weight.detach().clone())
+        return {"alpha": [0.5], "tau": taus[len(seen) - 1]}
+
+    monkeypatch.setattr(training, "evaluate", evaluated)
+    config = TrainConfig(
+        **COMMON | {"out": str(tmp_path), "steps": 10, "eval_every": 2, "patience": patience}
+    )
+    save = training.Training.save
+
+    def killing(self):
+        save(self)
+        if self.done == 6:
+            monkeypatch.setattr(training.Training, "save", save)
+            raise KeyboardInterrupt
+
+    if killed:
+        monkeypatch.setattr(training.Training, "save", killing)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+        assert len(seen) == 3
+        config = replace(config, resume=True)
+    train(config)
+    info = json.loads((tmp_path / "training.json").read_text())
+    assert info["curve"][-1]["step"] == info["config"]["steps"] == steps
+    assert info["best"]["step"] == best
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
+    head = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
+    same = [torch.equal(head.layers[0].wo.weight, weight) for weight in seen]
+    assert same.index(True) == best // 2 - 1 and sum(same) == 1
+
+
+def test_training_never_ends_with_a_worse_head_than_its_start(quick, tmp_path, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    config = TrainConfig(**COMMON | {"out": str(first), "steps": 2, "eval_every": 2})
+    train(config)
+    taus = iter([2.0, 1.9, 1.8])
+    monkeypatch.setattr(training, "evaluate", lambda *of: {"alpha": [0.5], "tau": next(taus)})
+    again = replace(config, out=str(second), steps=4, init=str(first), draft_vocab=0)
+    train(again)
+    info = json.loads((second / "training.json").read_text())
+    assert [row["step"] for row in info["curve"]] == [0, 2, 4] and info["best"]["step"] == 0
+    for name, value in load_file(first / "model.safetensors").items():
+        assert torch.equal(load_file(second / "model.safetensors")[name], value), name
+
+
+def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
+    """Killed in the second epoch and resumed, with and without the file, as an unbroken run: 8 batches, 14 steps."""
+    common = COMMON | {"steps": 14, "eval_every": 11}
+    looks, of = [], feature_cache.Features.of
+
+    def counted(self, batch):
+        looks.append(self.kept is not None and self.has(batch.number))
+        return of(self, batch)
+
+    def config(name: str, kept: str, **options) -> TrainConfig:
+        file = str(tmp_path / kept) if kept else ""
+        return TrainConfig(out=str(tmp_path / name), features=file, **common | options)
+
+    monkeypatch.setattr(feature_cache.Features, "of", counted)
+    train(config("whole", "kept"))
+    # the first batch is read twice: for the scales, and again
+    assert looks == [False, True] + [False] * 7 + [True] * 6
+    finish = training.Training.finish
+    for name, kept in (("cut", "cut.bin"), ("none", "")):
+
+        def stop(self):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(training.Training, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(name, kept))
+        monkeypatch.setattr(training.Training, "finish", finish)
+        looks.clear()
+        train(config(name, kept, resume=True))
+        assert looks == [bool(kept)] * 4
+    train(config("again", "kept"))
+    assert looks[4:] == [True] * 15, "a later run reads what the first one wrote"
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    for name in ("cut", "again"):
+        torch.testing.assert_close(load_file(tmp_path / name / "model.safetensors"), whole)
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
+
+
+def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
+    """Those of both versions, in every epoch and for every seed."""
+    config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
+    ids, head = data.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
+    kept = {
+        aux_layers: feature_cache.Features(config, target(), aux_layers, ids)
+        for aux_layers in (head.aux_layers, ())
+    }
+    feeds = [data.batches(written()[0], replace(config, seed=seed)) for seed in (0, 1)]
+    seen: dict[int, Tensor] = {}
+    for feed in feeds:
+        epochs = [[next(feed) for _ in range(8)] for _ in range(2)]
+        orders = [[batch.number for batch in epoch] for epoch in epochs]
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(8)) and orders[0] != orders[1]
+        for batch in (*epochs[0], *epochs[1]):
+            tokens = batch.tokens
+            assert torch.equal(tokens, seen.setdefault(batch.number, tokens))
+            computed = target()(tokens, torch.arange(24).expand(4, -1), aux_layers=head.aux_layers)
+            assert torch.equal(kept[head.aux_layers].of(batch), computed)
+            assert torch.equal(kept[()].of(batch), computed[..., :64])
+            best = target().logits(computed).argmax(-1)
+            assert torch.equal(kept[()].best(computed, batch), best)
+    message = "has features of other data or weights, or is cut short; name another file"
+    with pytest.raises(ValueError, match=message):
+        feature_cache.Features(config, target(), (), ids.flip(0))
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
+        patch.setattr(feature_cache, "weights_hash", lambda checkpoint: "of other weights")
+        feature_cache.Features(config, target(), (), ids)
+    with pytest.raises(ValueError, match=message):  # those of other layers
+        feature_cache.Features(config, target(), (1,), ids)
+    free = type("Usage", (), {"free": 1_000_100_000})
+    monkeypatch.setattr(feature_cache.shutil, "disk_usage", lambda path: free)
+    with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free"):
+        train(replace(config, features=str(tmp_path / "more")))
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_budget_of_minutes_ends_the_command(keeps, tmp_path, monkeypatch):
+    """Long before its steps."""
+    ids = [i % 90 for i in range(5, 800)]
+    one = ([Example.of(ids, [True] * len(ids))], [(3, ids[:60])])
+    monkeypatch.setattr(training, "prepare", lambda *_: one)
+    flags = {
+        "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin" if keeps else "", "device": "cpu", "dtype": "float32",
+        "seq_len": 32, "batch_size": 2, "layers": 1, "anchors": 4, "steps": 10**6, "warmup": 2, "minutes": 0.005,
+    }  # fmt: skip
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", ["train_block.py", *argv])
+    train_block.main()
+    made = json.loads((tmp_path / "training.json").read_text())
+    assert 2 <= made["config"]["steps"] < 10**4
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("step_s", [1.0, 3.0])
+def test_a_clock_takes_the_schedule_to_its_end_at_any_speed(step_s):
+    """Evenly but for the first step, which compiles, and for evaluations, whose time it passes over."""
+    now = [0.0]
+    clock = training.Clock(1000, lambda: 200.0 - now[0])
+    positions = [0.0]
+    evaluations = 0
+    while positions[-1] < 1000:
+        now[0] += step_s * (20 if len(positions) == 1 else 1)
+        positions.append(clock.after(positions[-1], ending_s=5.0))
+        if training.crosses(*positions[-2:], 200) and positions[-1] < 1000:
+            evaluations += 1
+            now[0] += 10.0
+            clock.before_s = None
+    assert positions[1] == 0 and evaluations == 4
+    assert 195 <= now[0] < 195 + step_s + 1e-6
+    moves = [after - before for before, after in zip(positions[1:-2], positions[2:-1])]
+    moves = [move for move in moves if move]
+    assert max(moves) < 3 * min(moves)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon_in_fp32_is_torchs(shape):
+    """Torch's multiplies in bf16: the difference is its rounding, 1 % of the update."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, *shape, generator=generator)
+    ends = []
+    for kind in (torch.optim.Muon, training.Fp32Muon):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = kind([p], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        ends.append(p.detach())
+    update = (ends[0] - start).abs().max()
+    assert update > 0.1 and (ends[0] - ends[1]).abs().max() < 0.02 * update
+
+
+def test_a_step_is_measured(quick, tmp_path, capsys):
+    """Every cost, of a new head of either version; nothing is written or said."""
+    for version, bytes_of_a_token in ((1, 64 * 4), (3, 4 * 64 * 4)):
+        config = TrainConfig(**COMMON | {"out": str(tmp_path / "out"), "version": version})
+        cost = training.step_cost(config, EAGLE)
+        assert cost.tokens == 4 * 24 and cost.feature_bytes == cost.tokens * bytes_of_a_token
+        assert cost.feature_s > 0 and cost.step_s > 0
+    assert not (tmp_path / "out").exists() and not capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------- mistakes
+
+
+OLD_HEAD = {"init": str(GOLDEN / CASES[1][1]), "draft_vocab": 0}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"noise": 0.2}, "--noise belongs to heads of version 1"),
+        (OLD_HEAD | {"checkpoint": str(GOLDEN / CASES[1][0])},
+         "is a head of version 1; train it with --version 1"),
+        ({"init": str(GOLDEN / HEAD), "draft_vocab": 0, "version": 1}, "is a head of version 3; train it with --version 3"),
+        ({"init": str(GOLDEN / HEAD)}, "has a draft vocabulary already"),
+        ({"init": "nowhere"}, "no such"),
+        ({"init": "MEDUSA"}, "a head of the kind medusa"),
+    ],
+)  # fmt: skip
+def test_heads_and_options_that_do_not_fit(options, message, quick, tmp_path):
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+    if options.get("init") == "MEDUSA":
+        options = {"init": str(tmp_path)}
+    with pytest.raises(ValueError, match=message) as error:
+        train(TrainConfig(**{"out": str(tmp_path), **COMMON, **options}))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("program", [train_eagle, train_block])
@@ -222,49 +655,7 @@ def test_programs_refuse_mistakes_before_they_load(
     def load_target(config):
         raise AssertionError("the target was loaded first")
 
-    monkeypatch.setattr(train_eagle, "load_target", load_target)
+    monkeypatch.setattr(training, "load_target", load_target)
     name = Path(program.__file__).name
     monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}", "--device=cpu", *flags])
     assert message in refused(capsys, program.main)
-
-
-def test_another_kind_of_head_is_no_start(tmp_path):
-    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
-    for init, message in ((str(tmp_path), "a head of the kind medusa"), ("nowhere", "no such")):
-        with pytest.raises(ValueError, match=message):
-            TrainConfig(init=init, out=str(tmp_path)).check()
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_budget_of_minutes_ends_the_command(keeps, tmp_path, monkeypatch):
-    """Long before its steps, behind a file of features, if there is one, that is filled first."""
-    ids = [i % 90 for i in range(5, 800)]
-    prepared = ([Example.of(ids, [True] * len(ids))], [(3, ids[:60])])
-    monkeypatch.setattr(train_eagle, "prepare", lambda *_: prepared)
-    flags = {
-        "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin" if keeps else "", "device": "cpu", "dtype": "float32",
-        "seq_len": 32, "batch_size": 2, "layers": 1, "anchors": 4, "steps": 10**6, "warmup": 2, "minutes": 0.005,
-    }  # fmt: skip
-    argv = [f"--{name}={value}" for name, value in flags.items()]
-    monkeypatch.setattr(sys, "argv", ["train_block.py", *argv])
-    train_block.main()
-    made = json.loads((tmp_path / "training.json").read_text())
-    assert 2 <= made["config"]["steps"] < 10**4
-    assert (tmp_path / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_muon_in_fp32_is_torchs(shape):
-    """Torch's multiplies in bf16: the difference is its rounding, 1 % of the update."""
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, *shape, generator=generator)
-    ends = []
-    for kind in (torch.optim.Muon, training.Fp32Muon):
-        p = torch.nn.Parameter(start.clone())
-        optimizer = kind([p], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-        for gradient in gradients:
-            p.grad = gradient.clone()
-            optimizer.step()
-        ends.append(p.detach())
-    update = (ends[0] - start).abs().max()
-    assert update > 0.1 and (ends[0] - ends[1]).abs().max() < 0.02 * update
