@@ -136,7 +136,7 @@ def check_place(out: Path) -> None:
     if out.is_file():
         raise ValueError(f"--out: {out} is a file; name a directory")
     names = {file.name for file in out.iterdir()} if out.is_dir() else set()
-    if names - {".lock"} and "run.json" not in names:
+    if names and "run.json" not in names:
         raise ValueError(
             f"--out: {out} holds something else than a run of train_head.py; name another directory"
         )
