@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from files.io import folder_lock, replace_file
+from files.io import replace_file
+from files.lock import folder_lock
 from files.machine import describe_cpu
 from options import cache_folder, log_note, part_or
 from run.engine import Engine

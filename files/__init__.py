@@ -32,6 +32,6 @@ ADDS = {
         "rounding": "files.rounding",
         "stacks": "files.stacks:StackedFiles",
     },
-    "folder": {"lock": "files.io:folder_lock"},
+    "folder": {"lock": "files.lock:folder_lock"},
     "rope": {"yarn": "files.ropes:yarn", "proportional": "files.ropes:proportional"},
 }

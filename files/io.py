@@ -16,17 +16,11 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from options import PREFIX, ROOT, cache_folder, log_note, one_line
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
+from options import PREFIX, ROOT, cache_folder, one_line
 
 LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
@@ -397,31 +391,3 @@ class StatusLine:
             print(text, file=sys.stderr, flush=True)
         self.shown = text
         self.at = now
-
-
-# ---------------------------------------------------------------------- locking
-
-
-@contextmanager
-def folder_lock(folder: Path, note: str = "") -> Iterator[bool]:
-    """Lock a folder; wait while another process holds the lock.
-
-    Where a file system has no locks, two processes may make the same file, which does no harm.
-
-    note: logged if the lock is held
-    Yields: True with the lock, False without locks.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    locked = False
-    try:
-        with suppress(OSError, AttributeError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if note:
-                    log_note(note)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            locked = True
-        yield locked
-    finally:
-        os.close(descriptor)

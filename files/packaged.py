@@ -26,7 +26,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from files.io import folder_lock
+from files.lock import folder_lock
 from options import log_note, one_line
 
 

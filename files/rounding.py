@@ -35,7 +35,8 @@ from files.checkpoint import (
     to_file,
 )
 from files.config import read_raw
-from files.io import check_apart, check_out, folder_lock, read_json, show_progress
+from files.io import check_apart, check_out, read_json, show_progress
+from files.lock import folder_lock
 from files.machine import cpu_operators_are_loaded, single_torch_thread
 from files.rank import this_rank
 from files.stacks import StackedFiles

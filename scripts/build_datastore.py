@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from files.io import check_output, folder_lock, replace_file, show_progress
+from files.io import check_output, replace_file, show_progress
+from files.lock import folder_lock
 from options import log_note, require
 from run.options import DEFAULT
 from run.parsing import one_line_errors, option, parse

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from backends.library import has_cpu_operators
 from files.fetch import fetched
-from files.io import folder_lock
+from files.lock import folder_lock
 from files.packaged import Packaged, fetch
 from run.options import DEFAULT, DEMO
 from run.parsing import show_notes

