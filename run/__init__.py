@@ -17,7 +17,7 @@ ADDS = {
     "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
     "command": {
         "chat": "run.repl:chat",
-        "keys": "run.terminal:TypedAhead",
+        "keys": "run.keyboard:Keyboard",
         "printer": "run.terminal:printer",
         "results": "run.results:Results",
         "round": "run.quantized:write_quantized",

@@ -533,12 +533,13 @@ def main(argv: list[str] | None = None, command: Command | None = None) -> None:
         engine = load(config, text, shapes=config.interactive)
         if to_end and engine.template is not None:
             engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
-        if keys is None:
+        if not config.interactive:
             return main_loop(engine, prompts)
         try:
             load_part("command", "chat")(engine, encode, keys)
         finally:
-            keys.close()
+            if keys is not None:
+                keys.close()
 
 
 def main_of_rank(command: Command | None) -> None:

@@ -32,7 +32,10 @@ VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
 SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
 # of requirements.txt
-PACKAGES = ("torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub")
+PACKAGES = (
+    "torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub", "filelock",
+    "prompt_toolkit",
+)  # fmt: skip
 
 
 setting = partial(option, rare=True)  # for `--set`

@@ -1,7 +1,7 @@
 """`--interactive`: a conversation on the terminal.
 
 1. A line at the start names the model, the ways to draft and the commands (COMMANDS).
-2. With readline a line has keys to edit it, and a history, which is kept (run/history.py). A
+2. On a terminal a line has keys to edit it, and a history, which is kept (run/keyboard.py). A
    paste is one turn, whatever its lines, also where it comes before the first prompt or during an
    answer. Lines between two \"\"\" are one turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
@@ -25,15 +25,14 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import Field, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from files.chat import OnTerminal, chat_template
 from files.fetch import title_of
 from files.io import StatusLine, has_colours, parse_json, read_named, write_text
 from run.drafted import Drafted, Spans
 from run.engine import Engine
-from run.history import History
 from run.methods import told_draft
 from run.option_rules import NOT_CHAT
 from run.options import GenerateConfig
@@ -41,7 +40,10 @@ from run.parsing import did_you_mean, read_settings
 from run.prompts import OF_A_CALL, answer_room, check_ids, for_one_answer
 from run.scheduler import Request, Scheduler, truncation_note
 from run.stats import stats_line, summary
-from run.terminal import TypedAhead, printer
+from run.terminal import printer
+
+if TYPE_CHECKING:  # prompt_toolkit is imported only where there is a terminal
+    from run.keyboard import Keyboard
 
 COMMANDS = {
     "help": "list the commands",
@@ -71,60 +73,16 @@ PLAIN = "\033[0m"
 QUOTES = '"""'
 
 
-def edits_lines() -> bool:
-    """Return whether `input` edits lines by readline."""
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return terminal and find_spec("readline") is not None
-
-
-def edit_lines() -> None:
-    """Let `input` edit lines and keep a history, and take pasted lines as one text."""
-    if not edits_lines():  # then lines are the terminal's own
-        return
-    import readline
-
-    readline.parse_and_bind("set enable-bracketed-paste on")
-    # in the C locale readline would take the bytes of other letters for commands
-    for variable in ("input-meta on", "output-meta on", "convert-meta off"):
-        readline.parse_and_bind(f"set {variable}")
-
-
 def say(text: str) -> None:
     """Print a note, which is no part of the conversation."""
     printer(sys.stderr, NOTES_COLUMNS)(f"{text}\n")
 
 
-def read_line(keys: TypedAhead, prompt: str, history: History | None) -> str:
-    """Read a line, or pasted lines, of what was typed ahead first.
-
-    prompt: for a person; a pipe is not asked
-    Raises: EOFError.
-    """
-    with keys.released():
-        typed = keys.take()
-        if typed.end:
-            raise EOFError
-        if typed.entered:
-            print(prompt + typed.text, flush=True)
-            if history is not None:
-                history.add(typed.text, recall=True)
-            return typed.text
-        if history is None:
-            return typed.text + input(prompt if sys.stdin.isatty() else "")
-        line = edit_line(prompt, typed.text)
-        history.add(line)
-        return line
-
-
-def edit_line(prompt: str, text: str) -> str:
-    """Read a line that begins with a text, by readline."""
-    import readline
-
-    readline.set_startup_hook(lambda: readline.insert_text(text))
-    try:
-        return input(prompt)
-    finally:
-        readline.set_startup_hook(None)
+def read_line(keys: Keyboard | None, prompt: str) -> str:
+    """Read a line, or pasted lines. prompt: for a person; a pipe is not asked. Raises: EOFError."""
+    if keys is not None:
+        return keys.ask(prompt)
+    return input(prompt if sys.stdin.isatty() else "")
 
 
 def command_of(turn: str) -> tuple[str, str] | None:
@@ -138,15 +96,15 @@ def command_of(turn: str) -> tuple[str, str] | None:
     return name, found[2] or ""
 
 
-def read_turn(keys: TypedAhead, history: History | None) -> str:
+def read_turn(keys: Keyboard | None) -> str:
     """Read a turn: a line, pasted lines, or the lines between two \"\"\". Raises: EOFError."""
-    line = read_line(keys, "> ", history)
+    line = read_line(keys, "> ")
     if not line.startswith(QUOTES):
         return line
     text = line.removeprefix(QUOTES)
     while not text.endswith(QUOTES):
         try:
-            text += "\n" + read_line(keys, ". ", history)
+            text += "\n" + read_line(keys, ". ")
         except EOFError:
             return text
     return text.removesuffix(QUOTES).strip("\n")
@@ -155,7 +113,7 @@ def read_turn(keys: TypedAhead, history: History | None) -> str:
 class Chat:
     """A conversation and its session."""
 
-    def __init__(self, engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead):
+    def __init__(self, engine: Engine, encode: Callable[..., list[int]], keys: Keyboard | None):
         """encode: token ids of (engine, turns, answers); keys: those typed during an answer"""
         self.engine = engine
         self.given = engine.config  # at the start
@@ -200,7 +158,7 @@ class Chat:
         except KeyboardInterrupt:
             self.scheduler.cancel(request)
             self.status.show("")
-            dropped = self.keys.drop()
+            dropped = self.keys.dropped if self.keys else 0
             cut = f"stopped; {dropped} waiting line(s) dropped" if dropped else "stopped"
         print(flush=True)
         if cut:
@@ -378,23 +336,21 @@ def _are_messages(value: object) -> bool:
     return texts and roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-def chat(engine: Engine, encode: Callable[..., list[int]], keys: TypedAhead) -> None:
+def chat(engine: Engine, encode: Callable[..., list[int]], keys: Keyboard | None) -> None:
     """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
-    edit_lines()
-    history = History() if edits_lines() else None
     with closing(Chat(engine, encode, keys)) as talk:
         say(talk.title())
-        if history and history.fault:
-            say(f"[lines are not kept for the next chat: {history.fault}]")
-        _take_turns(talk, keys, history)
+        if keys and keys.fault:
+            say(f"[lines are not kept for the next chat: {keys.fault}]")
+        _take_turns(talk, keys)
 
 
-def _take_turns(talk: Chat, keys: TypedAhead, history: History | None) -> None:
+def _take_turns(talk: Chat, keys: Keyboard | None) -> None:
     """Read and answer turns until the end of input."""
     leaving = False  # the last key was Ctrl-C
     while True:
         try:
-            turn = read_turn(keys, history)
+            turn = read_turn(keys)
         except (EOFError, KeyboardInterrupt) as error:
             say("")
             if leaving or isinstance(error, EOFError):

@@ -9,7 +9,9 @@ Not here: the import (generate.py), the weights (run/load.py).
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +29,7 @@ from run.rank import of_ranks
 
 if TYPE_CHECKING:  # its imports take time that --help has not
     from files.chat import TextFiles
-    from run.terminal import TypedAhead
+    from run.keyboard import Keyboard
 
 
 class Command(NamedTuple):
@@ -37,7 +39,7 @@ class Command(NamedTuple):
     prompts: list[Conversation]
     text: TextFiles | None = None
     to_end: bool = False  # no length was asked for: a chat's answers go on to their end
-    keys: TypedAhead | None = None  # of --interactive
+    keys: Keyboard | None = None  # of --interactive on a terminal
 
 
 def read_command(argv: list[str] | None = None) -> Command:
@@ -52,10 +54,17 @@ def read_command(argv: list[str] | None = None) -> Command:
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None
-    if config.interactive:
-        keys = load_part("command", "keys")()
+    if config.interactive and on_terminal():
+        with one_line_errors("generate.py"):  # prompt_toolkit may be missing
+            keys = load_part("command", "keys")()
         keys.hold()
     return Command(config, prompts, to_end=to_end, keys=keys)
+
+
+def on_terminal() -> bool:
+    """Return whether a person types, and sees what is typed, on a terminal that can show it."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return terminal and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def with_text(command: Command) -> Command:

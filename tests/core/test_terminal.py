@@ -1,36 +1,12 @@
-"""Keys that are typed ahead, and lines that break at words (run/terminal.py)."""
+"""Lines that break at words (run/terminal.py)."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from run.history import History
-from run.terminal import Typed, Wrapped, first_typed
-
-
-@pytest.mark.parametrize(
-    "keys, typed, rest",
-    [
-        ("", Typed(""), ""),
-        ("one\rtwo\r", Typed("one", entered=True), "two\r"),
-        ("half", Typed("half"), ""),
-        ("\x1b[200~a\rb\tc\r\n\x1b[201~", Typed("a\nb\tc\n"), ""),
-        ("see \x1b[200~a\rb\x1b[201~ here\nmore", Typed("see a\nb here", entered=True), "more"),
-        ("\x1b[200~never\rended", Typed("never\nended"), ""),
-        ("helo\x7flo\x1b[D\x1bOA!\r", Typed("hello!", entered=True), ""),
-        ("wrong\x15two words\x17one\r", Typed("two one", entered=True), ""),
-        ("\x04rest", Typed("", end=True), "rest"),
-        ("a\x04b\r", Typed("ab", entered=True), ""),
-        ("\r", Typed("", entered=True), ""),
-    ],
-)
-def test_a_turn_is_typed_ahead(keys, typed, rest):
-    """A paste is one text, and the keys that edit a line do so."""
-    assert first_typed(keys) == (typed, rest)
-
+from run.terminal import Wrapped
 
 WIDTH = 21
 TEXT = "The quick brown fox jumps over the lazy dog and supercalifragilisticexpialidocious words"
@@ -91,23 +67,3 @@ def test_notes_are_narrower_than_a_wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert Wrapped(most=WIDTH).push(TEXT).splitlines()[0].rstrip() == "The quick brown fox"
     assert Wrapped().push(TEXT) == TEXT
-
-
-def test_a_file_of_lines(monkeypatch, tmp_path):
-    """A new one is its owner's alone; where none can be, a chat goes on; none is kept where none is wanted."""
-    file = tmp_path / "new" / "history"
-    monkeypatch.setenv("GPT_EAGLE_HISTORY", str(file))
-    history = History()
-    for line in ("one", "one", "", "two\nlines", "\udcff"):
-        history.add(line)
-    assert file.read_bytes() == b"one\n\xff\n" and file.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv("GPT_EAGLE_HISTORY", "/dev/null")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "chmod", lambda *_: pytest.fail("a device is everybody's"))
-        assert not History().fault
-    monkeypatch.setenv("GPT_EAGLE_HISTORY", str(file / "below"))
-    history = History()
-    history.add("three")
-    assert history.fault and b"three" not in file.read_bytes()
-    monkeypatch.setenv("GPT_EAGLE_HISTORY", "")
-    assert History().path is None
