@@ -138,7 +138,6 @@ def option(
     least: int | None = None,
     most: int = MOST,
     flag: bool = True,
-    rare: bool = False,
     alias: str = "",
     short: str = "",
     **extra: Any,
@@ -147,7 +146,7 @@ def option(
 
     needs: conditions for it to have an effect (run/option_rules.py)
     least, most: the range of a number
-    rare, alias, short, extra: of the command line in run/parsing.py
+    alias, short, extra: of the command line in run/parsing.py
     """
     metadata = {
         "help": help,
@@ -156,7 +155,6 @@ def option(
         "least": least,
         "most": most,
         "flag": flag,
-        "rare": rare,
         "alias": alias,
         "short": short,
         **extra,

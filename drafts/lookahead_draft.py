@@ -34,7 +34,7 @@ from run.options import GenerateConfig
 from runtime import replace_fields
 
 POOL = 4096  # n-grams
-SIZES = (5, 4, 5)  # W, N and G by default; 15, 5, 15 in the paper, for an A100
+SIZES = (5, 4, 5)  # W, N and G ; 15, 5, 15 in the paper, for an A100
 STRIDE = 7919  # between the places of the tokens that a window begins with; a prime
 
 
@@ -54,7 +54,7 @@ class LookaheadDrafter(Drafter):
         W, N, G = sizes
         self.sizes = sizes
         self.size = (W + G) * (N - 1)
-        name = f"--lookahead {W}-{N}-{G}"
+        name = f"Lookahead with {W}-{N}-{G}"
         require(W > 0 and N > 1 and G > 0, f"{name} must be W > 0, N > 1 and G > 0; correct it")
         fault = f"{name} makes (W + G) (N - 1) = {self.size} nodes, and a tree has {MAX_NODES}"
         require(self.size <= MAX_NODES, f"{fault}; lower one of them")
@@ -74,16 +74,6 @@ class LookaheadDrafter(Drafter):
         self.last_row = torch.tensor(row_of[-W:], device=device)
         self.parents = torch.tensor([parents], device=device)  # [1, N]
         self.depths, self.mask = ancestors(self.parents, self.depth)
-
-    @staticmethod
-    def from_config(config: GenerateConfig, device: torch.device) -> LookaheadDrafter:
-        """Read the option. Raises: ValueError."""
-        text = config.lookahead or "-".join(map(str, SIZES))
-        numbers = text.split("-")
-        right = len(numbers) == 3 and all(number.strip().isdecimal() for number in numbers)
-        require(right, f"--lookahead is three numbers, W-N-G, as 5-4-5; it is {text}")
-        W, N, G = map(int, numbers)
-        return LookaheadDrafter((W, N, G), device)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
@@ -149,4 +139,4 @@ class LookaheadDrafter(Drafter):
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft lookahead`. Raises: ValueError for sizes that do not fit."""
-    return LookaheadDrafter.from_config(config, target.norm.weight.device).method()
+    return LookaheadDrafter(SIZES, target.norm.weight.device).method()

@@ -229,7 +229,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
             rounded = f"the draft model {path} is rounded to {quant.format}"
-            log_note(f"{rounded}; --set quant_draft=none leaves it as it is")
+            log_note(f"{rounded}; --quant_draft none leaves it as it is")
     model = load_model(path, dtype, str(weight.device), quant)
     require(
         model.config.state_shapes is None,

@@ -55,7 +55,7 @@ class Datastore:
         vocabulary: `vocabulary_of` the target's tokenizer; size: V
         Raises: ValueError for a file that is no datastore of this vocabulary.
         """
-        self.name = f"--set datastore: {file}"
+        self.name = f"--datastore: {file}"
         self.size = size
         require(file.is_file(), f"{self.name} is no file; {REMEDY}")
         with read_untrusted(file, REMEDY, "is no datastore, or is cut short"):
@@ -206,7 +206,7 @@ class RestDrafter(PresetDrafter):
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft rest`. Raises: ValueError on CUDA, and for a file that is no datastore."""
-    require(config.datastore, "--draft rest needs its texts; add --set datastore=FILE")
+    require(config.datastore, "--draft rest needs its texts; add --datastore FILE")
     on_cpu = config.device.startswith("cpu")
     require(on_cpu, "--draft rest searches on the host; use --device cpu, or another --draft")
     size = target.config.vocab_size

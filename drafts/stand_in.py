@@ -406,7 +406,7 @@ def large_config(
     dtype = dtype or DTYPES.get(small.dtype)
     if dtype is None:
         raise ValueError(
-            f"{path}: torch_dtype {small.dtype} is not one of {', '.join(DTYPES)}; use --set dtype"
+            f"{path}: torch_dtype {small.dtype} is not one of {', '.join(DTYPES)}; use --dtype"
         )
     sizes = {
         "hidden_size": shape.dim,
@@ -440,7 +440,7 @@ def layer_keys(raw: dict, n_layers: int) -> dict[str, Any]:
 
 
 def target_source(config: GenerateConfig) -> TensorSource:
-    """Return the tensors of the target under `--set inflate`."""
+    """Return the tensors of the target under `--inflate`."""
     shape = ModelShape.parse(config.inflate)
     return inflate_target(Path(config.checkpoint), shape, DTYPES.get(config.dtype), config.device)
 
@@ -452,14 +452,14 @@ def head_config(path: Path) -> EagleConfig:
     """
     if version_of(WeightFiles(path).readers) == 3:
         raise ValueError(
-            f"--set inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
+            f"--inflate takes heads of EAGLE-1 and 2, and {path} is one of EAGLE-3; "
             "name another --head"
         )
     return read_eagle2(path)
 
 
 def head_source(config: GenerateConfig, target: Transformer) -> TensorSource:
-    """Return the tensors of the head under `--set inflate`."""
+    """Return the tensors of the head under `--inflate`."""
     shape = ModelShape.parse(config.inflate)
     weight = target.norm.weight
     gain = read_config(Path(config.checkpoint)).embedding_scale / target.embedding_scale

@@ -67,13 +67,10 @@ class ChatTemplate:
         """Return the ids that end an answer besides EOS."""
         raise NotImplementedError
 
-    def encode_messages(
-        self, tokenizer: Tokenizer, messages: list[dict], controls: bool = False
-    ) -> list[int]:
+    def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
         """Return the token ids of the prompt for the answer to messages.
 
         messages: {"role": "system", "user" or "assistant", "content": text}, a system's first alone
-        controls: parse the names of control tokens in them too
         Raises: ValueError for other ones.
         """
         for message in messages:
@@ -82,8 +79,7 @@ class ChatTemplate:
                 form = '{"role": "user", "content": "text"}'
                 raise ValueError(f"a message is {form}; one is {str(message)[:100]}")
         template = self
-        if not controls:
-            messages = words_as_text(tokenizer, messages)
+        messages = words_as_text(tokenizer, messages)
         if messages[0]["role"] == "system":
             template = self.with_system(messages[0]["content"])
             messages = messages[1:]
@@ -92,15 +88,9 @@ class ChatTemplate:
         text = template.render_messages(messages)
         return tokenizer.encode(text, bos=self.bos, special=True)
 
-    def encode(
-        self, tokenizer: Tokenizer, turns: list[str], answers: list[str], controls: bool = False
-    ) -> list[int]:
-        """Return the token ids of the prompt for the next answer.
-
-        controls: parse the names of control tokens in turns too
-        """
-        if not controls:
-            turns = list(map(tokenizer.as_text, turns))
+    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
+        """Return the token ids of the prompt for the next answer. Turns name no control tokens."""
+        turns = list(map(tokenizer.as_text, turns))
         return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:

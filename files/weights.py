@@ -531,7 +531,7 @@ def block_note(files: TensorSource, storage: Storage) -> str:
         note = f"the file's {', '.join(widened)} weights are converted to {dtype}"
         asks = quant is not None and quant.every_type
         if on_cuda and not asks and {*blocks().kept_types(storage.device, True)} & {*widened}:
-            note += "; --set keep_blocks=true, without dtype, keeps their bits"
+            note += "; --keep_blocks, without dtype, keeps their bits"
         return note
     if quant.is_blocks:
         return f"weights run as they are in the file ({kinds}); --dtype {dtype} converts them"

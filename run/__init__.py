@@ -19,7 +19,6 @@ ADDS = {
         "chat": "run.repl:chat",
         "keys": "run.keyboard:Keyboard",
         "printer": "run.terminal:printer",
-        "results": "run.results:Results",
         "round": "run.quantized:write_quantized",
     },
     "ranks": {

@@ -90,13 +90,12 @@ def encode(engine: Engine, turns: list[str], answers: list[str]) -> list[int]:
     Raises: ValueError without a tokenizer.
     """
     need_tokenizer(engine)
-    controls = engine.config.control_tokens
     if engine.template is not None:
-        return engine.template.encode(engine.tokenizer, turns, answers, controls == "all")
+        return engine.template.encode(engine.tokenizer, turns, answers)
     text = ""
     for turn, answer in zip(turns, answers):
         text += turn + answer
-    return engine.tokenizer.encode(text + turns[-1], bos=True, special=controls != "none")
+    return engine.tokenizer.encode(text + turns[-1], bos=True, special=True)
 
 
 def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
@@ -124,8 +123,7 @@ def with_messages(engine: Engine, prompts: list) -> list:
         if of_messages and all(isinstance(each, dict) for each in prompt):
             fault = "messages need a chat template; load with chat=NAME, or give texts"
             require(engine.template is not None, fault)
-            controls = engine.config.control_tokens == "all"
-            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt), controls)
+            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt))
         conversations.append(prompt)
     return conversations
 
@@ -257,17 +255,6 @@ class Batch:
         )
 
 
-def turn_fields(turn: Turn) -> dict[str, Any]:
-    """Return the fields of one turn, under the names of `Result`."""
-    return {
-        "index": turn.index,
-        "tokens": turn.tokens,
-        "text": turn.text,
-        "finish_reason": turn.reason,
-        "prompt_tokens": len(turn.prompt),
-    }
-
-
 def text_of(engine: Engine, ids: list[int]) -> str:
     """Return the text of an answer's tokens, whatever stop strings are in it."""
     return engine.tokenizer.decode(ids, continuation=engine.template is None)
@@ -389,12 +376,8 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     config = engine.config
     batch = Batch(engine, prompts)
     streams = batch.streams
-    results = None
-    if config.results:
-        results = load_part("command", "results")(engine, prompts)
-        streams = [stream for stream in streams if stream not in results.done]
     quiet = "-" in (config.json, config.trace, config.profile)
-    live = bool(streams) and not quiet and engine.tokenizer is not None and is_one_turn(batch)
+    live = not quiet and engine.tokenizer is not None and is_one_turn(batch)
     separators = chain([""], repeat("\n"))  # a blank line between answers
     status = StatusLine()
     count = Counter()  # of tokens and of finished conversations
@@ -415,12 +398,8 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
 
     def on_finished(turns: list[Turn]) -> None:
         count["finished"] += 1
-        decoded = [turn_fields(turn) for turn in turns]
-        if results is not None:
-            results.add(decoded)
         if not quiet and not live:
-            field = "text" if engine.tokenizer else "tokens"
-            texts = [str(turn[field]) for turn in decoded]
+            texts = [turn.text if engine.tokenizer else str(turn.tokens) for turn in turns]
             conversation = prompts[turns[0].index[0]]
             if len(streams) > 1 or has_turns(conversation):
                 texts = with_titles(texts, turns, conversation, config.num_samples)
@@ -459,7 +438,7 @@ def piece_printer(engine: Engine) -> Callable[[Piece], None]:
 def log_rate(engine: Engine, result: Result) -> None:
     """Print how fast a run was, on standard error."""
     cut = truncation_notes(engine, result)
-    line = stats_line(result.stats, engine.config.verbose, cut, " (--compare measures it)")
+    line = stats_line(result.stats, cut, " (--compare measures it)")
     print(line, file=sys.stderr)
 
 

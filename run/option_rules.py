@@ -75,8 +75,6 @@ CHAT = Need(
     "belongs to a chat template; drop --chat none or prompt_ids",
     lambda o: o.chat != "none" and o.prompt_ids is None,
 )
-ONCE = Need("cannot go with --compare, which decodes everything twice", lambda o: not o.compare)
-INTERACTIVE = Need("belongs to --interactive; add that", lambda o: o.interactive)
 NOT_CHAT = Need(
     "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
 )

@@ -1,8 +1,8 @@
 """Every option of generate.py, once: its default, help text, flag, and condition to have an effect.
 
 `GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
-the command line get the same messages. The options that only measurements need come last; the
-command line sets them by `--set name=value`.
+the command line get the same messages. The parts of `--tree` and the rarer parameters of sampling
+come last: they are options of a call from Python, of `/set` in a chat, and of requests.
 No torch is imported, so that a mistake is reported before it is.
 Not here: reading a command line (run/parsing.py); reading prompts (run/prompts.py).
 """
@@ -50,11 +50,9 @@ from run.option_rules import (
     HEAD,
     INFLATABLE,
     INT4,
-    INTERACTIVE,
     LEVELS,
     NOT_CHAT,
     NOT_COMPILED,
-    ONCE,
     REPEATS,
     RULE,
     SAMPLED,
@@ -63,7 +61,7 @@ from run.option_rules import (
     XTC,
     only_with,
 )
-from run.parsing import check_kinds, check_ranges, flag_of, processors, setting
+from run.parsing import check_kinds, check_ranges, flag_of, processors
 from run.tree_paths import MEDUSA_PATHS, read_tree
 
 check_switches = part_or("machine", "check_switches", lambda: None)
@@ -122,20 +120,26 @@ DEFAULTS = Sampling()._asdict()
 # of these, what has no effect at temperature 0
 OF_DRAWS = Sampling._fields[: Sampling._fields.index("repetition_penalty")]
 
-sampler = partial(setting, also_flag=True)  # has the flag that llama.cpp or vLLM has, too
+parameter = partial(option, flag=False)  # of a call, and not of the command line
 
 # titles of the help and their options
 GROUPS = {
-    "the model": ("checkpoint", "quant", "context", "kv", "device", "dtype", "compile", "plain"),
-    "the text": (
-        "prompt", "prompt_ids", "prompt_file", "interactive", "chat", "system", "max_new_tokens",
-        "ignore_eos", "stop", "grammar", "batch_size",
+    "the model": (
+        "checkpoint", "quant", "group_size", "keep_blocks", "inflate", "context", "kv", "device",
+        "dtype", "threads", "compile", "plain",
     ),
-    "sampling": ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
-    "drafting (the text is the same with any of it)": (
-        "draft", "head", "draft_checkpoint", "tree",
+    "the draft (the text is the same with any of it)": (
+        "draft", "head", "draft_checkpoint", "datastore", "tree", "quant_draft", "children",
     ),
-    "what is shown and written": ("compare", "json"),
+    "the prompt": ("prompt", "prompt_file", "prompt_ids", "interactive", "chat", "system"),
+    "the answer": (
+        "max_new_tokens", "ignore_eos", "stop", "grammar", "num_samples", "batch_size",
+    ),
+    "sampling": (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "dry_multiplier", "seed", "accept",
+    ),
+    "the output": ("compare", "json", "trace", "profile"),
 }  # fmt: skip
 
 
@@ -164,6 +168,23 @@ class GenerateConfig(Options):
         "16 bits; default: the weights' dtype",
         ("int8",),
     )
+    group_size: int = option(
+        0,
+        "inputs that share a scale in int4: 32, 64 or 128; default: 64, or 32 where 64 does not "
+        "fit",
+        needs=(INT4,),
+    )
+    keep_blocks: bool = option(
+        False,
+        "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
+        "default: Q4_0 and Q8_0, as others were not timed",
+    )
+    threads: int = option(0, "CPU threads; default: as many as cores", least=0, most=processors())
+    inflate: str = option(
+        "",
+        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
+        needs=(INFLATABLE,),
+    )
     plain: bool = option(
         False,
         "run PyTorch in place of our operators and captured graphs, from now on in this process: "
@@ -187,6 +208,9 @@ class GenerateConfig(Options):
     draft_checkpoint: str = option(
         "", "the model of --draft model: a directory or a GGUF file", needs=(only_with("model"),)
     )
+    datastore: str = option(
+        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
+    )
     tree: str = option(
         "",
         "shape of the draft tree: auto, chain:3, dynamic:6,8,32 (levels, children of a node, nodes "
@@ -199,6 +223,28 @@ class GenerateConfig(Options):
         tuple(SHAPES),
         needs=(SIZED,),
         parts=parse_tree,
+    )
+    quant_draft: str = option(
+        "",
+        "round the draft's weights; default: as its files in 8 or 4 bits, else as the target; "
+        "beside a 16-bit target int8 on a CPU, on CUDA int4 for a head",
+        ("none", *FORMAT_NAMES),
+        needs=(GROWS,),
+    )
+    children: str = option(
+        "",
+        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
+        "noise, or sampled without replacement; default: noise, and with --accept residual sampled "
+        "(topk on dynamic trees)",
+        ("topk", "noise", "sampled"),
+        needs=(GROWS, SAMPLED),
+    )
+    accept: str = option(
+        "exact",
+        "exact: the same tokens as vanilla; residual: the papers' rule, other tokens of the same "
+        "distribution",
+        ("exact", "residual"),
+        needs=(RULE, SAMPLED, FIXED),
     )
     prompt: str | None = option(
         None,
@@ -235,6 +281,9 @@ class GenerateConfig(Options):
     stop: tuple[str, ...] = option(
         (), "text that ends an answer and is left out; it may be given several times"
     )
+    num_samples: int = option(
+        1, "answers to each prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
+    )
     batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
     top_p: float = option(
@@ -252,6 +301,19 @@ class GenerateConfig(Options):
         most=100,
         alias="repeat_penalty",
     )
+    presence_penalty: float = option(
+        0.0, "subtract this from the scores of tokens that the answer has", least=-100, most=100
+    )
+    frequency_penalty: float = option(
+        0.0, "subtract this once for each time that the answer has a token", least=-100, most=100
+    )
+    dry_multiplier: float = option(
+        0.0,
+        "DRY: subtract this * dry_base ^ (length of the repeat - dry_allowed_length) from the "
+        "scores of tokens that would prolong a repeat",
+        least=0,
+        most=100,
+    )
     seed: int = option(
         0,
         "of the sampling noise; the same seed gives the same tokens for every drafter and tree; "
@@ -265,165 +327,81 @@ class GenerateConfig(Options):
         needs=(NOT_CHAT,),
     )
     json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
+    trace: str = option(
+        "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
+    )
+
+    profile: str = option("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
 
     # what --tree stands for
-    tree_file: str = setting("", "the file of --tree", needs=(SIZED,), spelled="--tree")
-    tree_depth: int = setting(
+    tree_file: str = parameter("", "the file of --tree", needs=(SIZED,), spelled="--tree")
+    tree_depth: int = parameter(
         0,
-        "LEVELS of --tree (auto: at most); default: 6, or as many as the head has",
+        "levels (auto: at most); default: 6, or as many as the head has",
         needs=(LEVELS,),
         least=1,
         most=MAX_NODES - 1,
         spelled="LEVELS of --tree (tree_depth)",
     )
-    tree_topk: int = setting(
+    tree_topk: int = parameter(
         0,
-        "CHILDREN of --tree, per node, and nodes expanded per level (auto: at most); default: 10, "
-        "on a CPU 4, in bf16 on AMX tiles 8",
+        "children of a node, and nodes expanded per level (auto: at most); default: 10, on a CPU "
+        "4, in bf16 on AMX tiles 8",
         needs=(GROWS, GROWN),
         least=1,
         spelled="CHILDREN of --tree (tree_topk)",
     )
-    tree_size: int = setting(
+    tree_size: int = parameter(
         0,
-        "NODES of --tree, verified ones, root included (auto: at most); default: 60, with int4 on "
-        "CUDA 32, on a CPU 16, in bf16 on AMX tiles 32",
+        "nodes, verified ones, root included (auto: at most); default: 60, with int4 on CUDA 32, "
+        "on a CPU 16, in bf16 on AMX tiles 32",
         needs=(SIZED, GROWN),
         least=2,
         most=MAX_NODES,
         spelled="NODES of --tree (tree_size)",
     )
 
-    # of single runs
-    control_tokens: str = setting(
-        "programs",
-        "which texts may name control tokens, as <|im_end|>: programs, those that no chat template "
-        "is put around; all, the messages of a chat too; or none",
-        ("programs", "all", "none"),
-    )
-    num_samples: int = setting(
-        1, "continuations per prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
-    )
-    show_drafts: bool = setting(
-        False, "colour the tokens that were drafted and accepted", needs=(INTERACTIVE,)
-    )
-    verbose: bool = setting(False, "print seconds, memory and trees at the end, too")
-    results: str = setting(
-        "",
-        "write every conversation to this JSONL file when it ends; the same command resumes a "
-        "run that was stopped",
-        needs=(NOT_CHAT, ONCE),
-    )
-    trace: str = setting(
-        "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
-    )
-    profile: str = setting("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
-
     # of sampling
-    repeat_last_n: int = sampler(
+    repeat_last_n: int = parameter(
         -1,
         "tokens that repetition, presence and frequency penalties look back at; -1: all",
         needs=(REPEATS,),
         least=-1,
     )
-    presence_penalty: float = sampler(
-        0.0, "subtract this from the scores of tokens that the answer has", least=-100, most=100
-    )
-    frequency_penalty: float = sampler(
-        0.0, "subtract this once for each time that the answer has a token", least=-100, most=100
-    )
-    logit_bias: str = sampler("", 'add to the scores of tokens, as {"15043": -100, "29991": 5}')
-    min_tokens: int = sampler(0, "tokens of an answer before it may end", least=0)
-    bad_words: tuple[str, ...] = sampler(
-        (), "text that no answer may have; it may be given several times"
-    )
-    allowed_token_ids: str = sampler("", "the only tokens of answers, as 5,17,3")
-    top_n_sigma: float = sampler(
+    logit_bias: str = parameter("", 'add to the scores of tokens, as {"15043": -100, "29991": 5}')
+    min_tokens: int = parameter(0, "tokens of an answer before it may end", least=0)
+    bad_words: tuple[str, ...] = parameter((), "texts that no answer may have")
+    allowed_token_ids: str = parameter("", "the only tokens of answers, as 5,17,3")
+    top_n_sigma: float = parameter(
         -1.0,
         "keep tokens within so many standard deviations of the best score; -1: all",
         needs=(SAMPLED,),
         least=-1,
     )
-    typical_p: float = sampler(
+    typical_p: float = parameter(
         1.0,
         "sample among the tokens of the most usual information whose probabilities add up to this",
         needs=(SAMPLED,),
     )
-    xtc_probability: float = sampler(
+    xtc_probability: float = parameter(
         0.0,
-        "at so many of the tokens, drop all but the least likely of those above xtc_threshold",
+        "XTC: at so many of the tokens, drop all but the least likely of those above xtc_threshold",
         needs=(SAMPLED,),
         least=0,
         most=1,
     )
-    xtc_threshold: float = sampler(
+    xtc_threshold: float = parameter(
         0.1, "probability of tokens that XTC may drop", needs=(XTC,), least=0, most=1
     )
-    dry_multiplier: float = sampler(
-        0.0,
-        "DRY: subtract this * dry_base ^ (length of the repeat - dry_allowed_length) from the "
-        "scores of tokens that would prolong a repeat",
-        least=0,
-        most=100,
-    )
-    dry_base: float = sampler(1.75, "of DRY", needs=(DRY,), least=1, most=4)
-    dry_allowed_length: int = sampler(
+    dry_base: float = parameter(1.75, "of DRY", needs=(DRY,), least=1, most=4)
+    dry_allowed_length: int = parameter(
         2, "shortest repeat that DRY acts on, in tokens", needs=(DRY,), least=1
     )
-    dry_penalty_last_n: int = sampler(
+    dry_penalty_last_n: int = parameter(
         -1, "tokens that DRY looks back at; -1: all", needs=(DRY,), least=-1
     )
-    dry_sequence_breakers: tuple[str, ...] = sampler(
-        BREAKERS, "text at which DRY's repeats end; from Python, a list", needs=(DRY,)
-    )
-
-    # of the model
-    group_size: int = setting(
-        0,
-        "inputs that share a scale (int4): 32, 64 or 128; 0: 64, or 32 where 64 does not fit",
-        needs=(INT4,),
-    )
-    keep_blocks: bool = setting(
-        False,
-        "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
-        "default: Q4_0 and Q8_0, as others were not timed",
-    )
-    threads: int = setting(0, "CPU threads; 0: as many as cores", least=0, most=processors())
-    inflate: str = setting(
-        "",
-        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
-        needs=(INFLATABLE,),
-    )
-
-    # of the draft
-    quant_draft: str = setting(
-        "",
-        "round the draft's weights; default: as its files in 8 or 4 bits, else as the target; "
-        "beside a 16-bit target int8 on a CPU, on CUDA int4 for a head",
-        ("none", *FORMAT_NAMES),
-        needs=(GROWS,),
-    )
-    datastore: str = setting(
-        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
-    )
-    lookahead: str = setting(
-        "",
-        "window, n-gram and guesses of --draft lookahead, W-N-G; default: 5-4-5",
-        needs=(only_with("lookahead"),),
-    )
-    accept: str = setting(
-        "exact",
-        "exact: the same tokens as vanilla; residual: the papers' rule",
-        ("exact", "residual"),
-        needs=(RULE, SAMPLED, FIXED),
-    )
-    children: str = setting(
-        "",
-        "how children are picked when sampling: top-k of the head's logits, top-k with the shared "
-        "noise, or sampled without replacement; default: noise, and with accept=residual sampled "
-        "(topk on dynamic trees)",
-        ("topk", "noise", "sampled"),
-        needs=(GROWS, SAMPLED),
+    dry_sequence_breakers: tuple[str, ...] = parameter(
+        BREAKERS, "texts at which DRY's repeats end", needs=(DRY,)
     )
 
     @property
@@ -509,10 +487,10 @@ class GenerateConfig(Options):
         """
         check_ranges(self)
         require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
-        typical_fault = f"--set typical_p must be in (0, 1]; it is {self.typical_p}"
+        typical_fault = f"typical_p must be in (0, 1]; it is {self.typical_p}"
         require(0 < self.typical_p <= 1, typical_fault)
         count = len(self.dry_sequence_breakers)
-        breakers_fault = f"--set dry_sequence_breakers may have {MOST_BREAKERS} texts, not {count}"
+        breakers_fault = f"dry_sequence_breakers may have {MOST_BREAKERS} texts, not {count}"
         require(count <= MOST_BREAKERS, breakers_fault)
         words_fault = f"bad_words may have {MOST_BAD_WORDS} texts, not {len(self.bad_words)}"
         require(len(self.bad_words) <= MOST_BAD_WORDS, words_fault)
@@ -528,10 +506,10 @@ class GenerateConfig(Options):
         """
         if self.accept == "exact":
             return
-        require(self.temperature > 0, "temperature must be above 0 with accept=residual; raise it")
+        require(self.temperature > 0, "--accept residual needs a temperature above 0; raise it")
         own = self.sampling
         others = [name for name in Sampling._fields[4:] if getattr(own, name) != DEFAULTS[name]]
-        fault = f"{', '.join(others)} cannot go with accept=residual; drop that"
+        fault = f"{', '.join(others)} cannot go with --accept residual; drop that"
         require(not others, fault)
 
     def check_needs(self) -> None:
@@ -552,9 +530,7 @@ class GenerateConfig(Options):
     def _check_values(self) -> None:
         device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
         require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
-        group_fault = (
-            f"--set group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
-        )
+        group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
         require(self.group_size in (0, *GROUP_SIZES), group_fault)
         in_extras = {
             "--interactive": self.interactive,
@@ -578,10 +554,7 @@ class GenerateConfig(Options):
         require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
         has_text = self.prompt is None or self.prompt.strip() != ""
         require(has_text, "--prompt is empty; give it some text")
-        fault = "--set results is read again by the next run; name a file instead of -"
-        require(self.results != "-", fault)
-        outputs = ("json", "results", "trace", "profile")
-        check_outputs(dict(self._flags(outputs)))
+        check_outputs(dict(self._flags(("json", "trace", "profile"))))
 
     def _flags(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:
         """Return options as a user writes them, and their values."""
@@ -596,23 +569,23 @@ class GenerateConfig(Options):
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
             check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
-        lossy_fault = "--set children=sampled would make a dynamic tree lossy; use --tree static"
+        lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
         require(not grown or self.children != "sampled", lossy_fault)
 
     def _check_residual(self) -> None:
         grown = GROWN.met(self)
         rule = "topk" if grown else "sampled"
-        noise_fault = "--set accept=residual needs a draft that does not read the target's noise"
-        require(self.children != "noise", f"{noise_fault}; use children={rule}")
+        noise_fault = "--accept residual needs a draft that does not read the target's noise"
+        require(self.children != "noise", f"{noise_fault}; use --children {rule}")
         if grown:
             return
-        rule_fault = "accept=residual samples the children of static trees; drop children=topk"
+        rule_fault = "--accept residual samples the children of static trees; drop --children topk"
         require(self.children != "topk", rule_fault)
         paths = self.static_paths
         for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
             complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
             gap = f"ranks without gaps; before {path} another is missing: add it"
-            require(complete, f"--set accept=residual needs {gap}")
+            require(complete, f"--accept residual needs {gap}")
 
 
 def parse_biases(text: str) -> dict[int, float]:

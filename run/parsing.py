@@ -1,7 +1,6 @@
 """The command line: a dataclass field is an option with a flag, a help text and a range.
 
 `parse` reads a command line into a dataclass of options, for generate.py and scripts/.
-An option that only measurements need has no flag of its own: `--set name=value` sets it.
 `one_line_errors` reports a user's mistake as one line and exit status 2; `show_notes` prints notes.
 This module imports no torch, so that a mistake is reported before torch is imported.
 Not here: the options of generate.py (run/options.py).
@@ -20,13 +19,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, Field, fields
-from functools import partial
+from dataclasses import Field, fields
 from numbers import Integral, Real
 from typing import IO, Any, NoReturn
 
-from options import MOST, NOTES, PREFIX, fail, option, refuse_words, require
+from options import MOST, NOTES, PREFIX, fail, refuse_words, require
 from options import one_line_errors as mistakes_in_one_line
+from options import option as option
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
@@ -38,9 +37,6 @@ PACKAGES = (
 )  # fmt: skip
 
 
-setting = partial(option, rare=True)  # for `--set`
-
-
 def processors() -> int:
     """Return the number of processors that this process may use, at most as many threads help."""
     if hasattr(os, "sched_getaffinity"):
@@ -50,7 +46,7 @@ def processors() -> int:
 
 def flag_of(f: Field) -> str:
     """Return an option's name as messages have it: what a user writes."""
-    usual = f"--set {f.name}" if f.metadata["rare"] else f"--{f.name}"
+    usual = f"--{f.name}" if f.metadata["flag"] else f.name
     return f.metadata.get("spelled", usual)
 
 
@@ -164,20 +160,6 @@ class _Parser(argparse.ArgumentParser):
             print(self.format_help(), end="", file=file)
 
 
-class _OneName(argparse.Action):
-    """Store a value, and refuse one under another name of the option."""
-
-    given = ""  # the name on this command line
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
-    ) -> None:
-        if self.given and self.given != name:
-            parser.error(f"{name} is another name of {self.given}; give one of them")
-        self.given = name or ""
-        setattr(namespace, self.dest, values)
-
-
 def parse(
     options: type,
     program: str,
@@ -210,20 +192,18 @@ def parse_given(
         argument_default=argparse.SUPPRESS,  # so that the options that were given are known
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    groups = {}  # of the help, by the options in them
+    flags = {f.name: f for f in fields(options) if f.metadata["flag"]}
     for title, names in getattr(options, "GROUPS", {}).items():
-        groups |= dict.fromkeys(names, parser.add_argument_group(title))
-    for f in fields(options):
-        assert f.default is not MISSING, f.name
-        if f.metadata["flag"] and (not f.metadata["rare"] or f.metadata.get("also_flag")):
-            _add_argument(groups.get(f.name, parser), f)
+        group = parser.add_argument_group(title)
+        for f in filter(None, (flags.pop(name, None) for name in names)):
+            _add_argument(group, f)
+    for f in flags.values():
+        _add_argument(parser, f)
     if not any(f.name == "version" for f in fields(options)):
         parser.add_argument("--version", action="version", version=f"gpt-eagle {VERSION}")
-    _add_settings(parser, options)
     values = vars(parser.parse_args([_with_underscores(word) for word in argv]))
     with one_line_errors(program):
-        set_by_name = read_settings(options, values.pop("set", []))
-        given = by_names(options, values | set_by_name)
+        given = by_names(options, values)
         made = options(**given)
         for f in fields(options):
             if f.name in given and f.type in ("int", "float"):
@@ -232,23 +212,21 @@ def parse_given(
 
 
 def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
-    """Return the values of `--set name=value`, by the names of options.
+    """Return the values of texts such as name=value, by the names of options.
 
-    A value that is no number or truth value, where one is needed, stays a text for the checks.
+    They come from `/set` in a chat, and from the methods of benchmarks. A value that is no number
+    or truth value, where one is needed, stays a text for the checks.
 
     Raises: ValueError for a text without a value, and for a name that is not there.
     """
-    known = {f.name: f for f in fields(options) if f.metadata["flag"]}
+    known = {f.name: f for f in fields(options)}
     known |= {f.metadata["alias"]: f for f in known.values() if f.metadata["alias"]}
     values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         name = name.replace("-", "_")
-        require(equals != "", f"--set takes name=value, as seed=1; it is {text!r}")
-        if name not in known:
-            rare = ", ".join(sorted(name for name, f in known.items() if f.metadata["rare"]))
-            hint = did_you_mean(name, known) or f"; it takes any flag and {rare}"
-            raise ValueError(f"--set: there is no option {name}{hint}")
+        require(equals != "", f"an option is set by name=value, as seed=1; it is {text!r}")
+        require(name in known, f"there is no option {name}{did_you_mean(name, known)}")
         values[name] = _value_of(known[name], value)
     return values
 
@@ -290,7 +268,7 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     if f.default not in ("", None, False, ()):
         default = f" (default: {f.default})"
     help = (f.metadata["help"] + default).replace("%", "%%")
-    arguments: dict[str, Any] = {"help": argparse.SUPPRESS if f.metadata["rare"] else help}
+    arguments: dict[str, Any] = {"help": help}
     if f.type in SWITCHES:
         arguments["action"] = "store_true"
     else:
@@ -308,25 +286,13 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
     if f.metadata["short"]:
         names.append(f"-{f.metadata['short']}")
     if len(names) > 1:
-        arguments |= {"dest": f.name, "action": _OneName}
+        arguments["dest"] = f.name
     if f.metadata.get("positional"):
         names = [f.name]
         arguments["nargs"] = "?"  # a positional argument may be left out, as every option
     parser.add_argument(*names, **arguments)
     if f.metadata.get("bare"):  # it may stand without its flag, too
         parser.add_argument(f.name, nargs="?", help=argparse.SUPPRESS)
-
-
-def _add_settings(parser: argparse.ArgumentParser, options: type) -> None:
-    """Add `--set`, where there are rare options."""
-    if not any(f.metadata["rare"] and f.metadata["flag"] for f in fields(options)):
-        return
-    help = (
-        "an option without a flag, as accept=residual; benchmarks/README.md lists them; it may be "
-        "given several times"
-    )
-    group = parser.add_argument_group("for measurements")
-    group.add_argument("--set", action="append", metavar="NAME=VALUE", help=help)
 
 
 def _drop_output() -> None:

@@ -129,8 +129,6 @@ def check(config: GenerateConfig) -> None:
     refused = {}  # flag -> reason
     if config.tree == "auto":
         refused["--tree auto"] = "it goes by the ranks' clocks, which differ: use --tree dynamic"
-    if config.results:
-        refused["--set results"] = "one process may read and write it: use --json"
     if config.grammar:
         refused["--grammar"] = "its masks are made in one process: start one"
     if config.interactive:

@@ -5,8 +5,8 @@
    paste is one turn, whatever its lines, also where it comes before the first prompt or during an
    answer. Lines between two \"\"\" are one turn, too.
 3. An answer goes on to its end, unless --max_new_tokens is given; a cut is said. Tokens that were
-   drafted and accepted are coloured by their source, on a terminal, with `show_drafts`; thinking
-   is dimmed there.
+   drafted and accepted are coloured by their source, on a terminal, after /drafts; thinking is
+   dimmed there.
 4. /set changes the options that a call of `generate` takes, and the conversation goes on.
 5. When the turns so far no longer fit the context, the oldest are dropped and a note is printed.
 
@@ -123,7 +123,7 @@ class Chat:
         self.drafted = Drafted(engine)
         self.scheduler.session.observers.append(self.drafted)
         self.system = engine.config.system
-        self.shows_drafts = engine.config.show_drafts and has_colours()
+        self.shows_drafts = False
         self.turns: list[str] = []
         self.answers: list[str] = []
         self.status = StatusLine()
@@ -165,7 +165,7 @@ class Chat:
             say(f"[{cut}]")
         self.answers.append(request.text)
         stats = summary(self.engine, self.scheduler.take_stats())
-        say(f"[{stats_line(stats, self.engine.config.verbose)}]")
+        say(f"[{stats_line(stats)}]")
 
     def _answer(self, request: Request) -> None:
         """Print an answer as it is decided."""
@@ -260,7 +260,7 @@ class Chat:
             try:
                 self.engine = for_one_answer(self.engine, given)
             except ValueError as error:
-                raise ValueError(str(error).replace("--set ", "/").replace("--", "/")) from None
+                raise ValueError(str(error).replace("--", "/")) from None
             config = self.engine.config
         said = f"{name} is {_shown(getattr(config, name))}"
         for need in OPTIONS[name].metadata["needs"]:
@@ -315,7 +315,7 @@ class Chat:
 
 def _is_listed(name: str, value: object) -> bool:
     """Return whether /set shows a value: of options with a flag, and of those that are changed."""
-    return not OPTIONS[name].metadata["rare"] or value != OPTIONS[name].default
+    return OPTIONS[name].metadata["flag"] or value != OPTIONS[name].default
 
 
 def _shown(value: object) -> str:

@@ -98,10 +98,10 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     return report
 
 
-def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "", doubt: str = "") -> str:
-    """Return the last lines of a run: the rate, and with `--compare` the speedup explained.
+def stats_line(stats: dict[str, Any], cut: str = "", doubt: str = "") -> str:
+    """Return the last lines of a run: the rate; with `--compare` more, and the speedup explained.
 
-    verbose: also seconds, memory and trees; cut: tells of answers that were cut, "" for none
+    cut: tells of answers that were cut, "" for none
     doubt: stands behind a speedup that is an estimate
     """
     tokens = stats["tokens"]
@@ -120,7 +120,7 @@ def stats_line(stats: dict[str, Any], verbose: bool = False, cut: str = "", doub
         if stats["identical"] is not None:
             line += f", {100 * stats['identical']:.0f} % of sequences identical"
     lines = [line]
-    if verbose:
+    if "speedup" in stats:
         lines.append(_details(stats))
     if stats.get("speedup"):
         lines.append(explain(stats, 1 / stats["vanilla_tokens_per_s"]))
@@ -140,7 +140,7 @@ def _drafted_by(stats: dict[str, Any]) -> str:
 
 
 def _details(stats: dict[str, Any]) -> str:
-    """Return the line of `verbose`."""
+    """Return the line of seconds, memory and trees."""
     compiled = ""
     if stats["compile_s"]:  # on CUDA
         compiled = f"compile {stats['compile_s']:.1f} s, "

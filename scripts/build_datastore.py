@@ -1,7 +1,7 @@
 """Build a datastore of texts, from which --draft rest drafts.
 
     python scripts/build_datastore.py texts --checkpoint DIR --out texts.store
-    python generate.py --checkpoint DIR --draft rest --set datastore=texts.store
+    python generate.py --checkpoint DIR --draft rest --datastore texts.store
 
 1. Every file of the folder and of those below it that is a text in UTF-8 is tokenized; others are
    counted and left out. -1 stands behind each text.

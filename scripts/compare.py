@@ -161,10 +161,7 @@ def command(config: CompareConfig, bench: papers.BenchConfig, method: str) -> st
         value = getattr(chosen, f.name)
         if f.name == "tree" and chosen.tree_depth:
             value = f"{value}:{chosen.tree_depth}"
-        if value == f.default or f.name == "tree_depth":  # a part of --tree
-            continue
-        if f.metadata["rare"]:
-            words += ["--set", f"{f.name}={value}"]
+        if value == f.default or not f.metadata["flag"]:  # a part of --tree
             continue
         words.append(f"--{f.name}")
         if f.type not in SWITCHES and value != "":  # a bare --chat is the model's own template

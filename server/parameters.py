@@ -173,7 +173,7 @@ class RequestReader:
             config.check_acceptance()
             self.engine.check_sampling(config.sampling)
         except ValueError as error:
-            message = str(error).removeprefix("--set ").removeprefix("--")
+            message = str(error).removeprefix("--")
             param = next((name for name in given if name in message), None)
             # messages end with the value, which may have any length
             raise Refusal(400, message[: 3 * SHOWN], param) from None
@@ -256,8 +256,7 @@ class RequestReader:
         engine = self.engine
         ids = prompt
         if isinstance(prompt, str):
-            special = self.config.control_tokens != "none"
-            ids = engine.tokenizer.encode(prompt, bos=bos, special=special)
+            ids = engine.tokenizer.encode(prompt, bos=bos, special=True)
         elif isinstance(prompt, list):
             ids = list(map(as_whole, prompt))
         if not isinstance(ids, list) or not all(type(id) is int for id in ids):
@@ -295,8 +294,7 @@ class RequestReader:
         # a template without calls is refused
         if any("tool_calls" in message for message in messages):
             messages = as_taken(messages, self._form)
-        if self.config.control_tokens != "all":
-            messages = words_as_text(engine.tokenizer, messages)
+        messages = words_as_text(engine.tokenizer, messages)
         system = self.config.system
         if messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]

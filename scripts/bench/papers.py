@@ -45,7 +45,7 @@ from files.io import check_outputs, is_gguf
 from options import log_note
 from run.methods import MTP, head_kinds
 from run.options import DEMO, GenerateConfig, pick_device
-from run.parsing import SWITCHES, one_line_errors, option, parse
+from run.parsing import SWITCHES, by_names, one_line_errors, option, parse, read_settings
 
 
 @dataclass(frozen=True)
@@ -295,9 +295,9 @@ def head_option(path: Path) -> str:
 
 
 def method_config(method: str, setting: Setting, config: BenchConfig) -> GenerateConfig:
-    """Return the options of a method. Ends the program on those that GenerateConfig does not know.
+    """Return the options of a method. Ends the program on a draft that is not there.
 
-    Raises: ValueError for a combination that cannot work.
+    Raises: ValueError for an option that is not there, and a combination that cannot work.
     """
     draft, *pieces = method.split(":")
     argv = [
@@ -309,7 +309,7 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
         f"--batch_size={setting.batch_size}",
     ]
     if config.dtype:
-        argv.append(f"--set=dtype={config.dtype}")
+        argv.append(f"--dtype={config.dtype}")
     if setting.quant != "none":
         argv.append(f"--quant={setting.quant}")
     named = any(piece.startswith(("head=", "eagle=")) for piece in pieces)
@@ -319,9 +319,11 @@ def method_config(method: str, setting: Setting, config: BenchConfig) -> Generat
     if config.compile:
         argv.append("--compile")
     argv.append(f"--chat={NO_TEMPLATE if config.chat is None else config.chat}")
-    argv += [f"--set={_setting(one)}" for one in config.options.split(",") if one]
-    argv += [f"--set={_piece(method, piece)}" for piece in pieces]
+    texts = [_setting(one) for one in config.options.split(",") if one]
+    texts += [_piece(method, piece) for piece in pieces]
     chosen = parse(GenerateConfig, "papers.py", "", argv)
+    given = by_names(GenerateConfig, read_settings(GenerateConfig, texts))
+    chosen = replace(chosen, **given)
     chosen.check()
     return chosen
 

@@ -1,6 +1,6 @@
 """Repeat a cycle from one state, for papers.py --replays: every result must have the same bits.
 
-Not here: where a cycle's time goes (`generate.py --set profile=FILE` writes a trace for a viewer).
+Not here: where a cycle's time goes (`generate.py --profile FILE` writes a trace for a viewer).
 """
 
 from __future__ import annotations

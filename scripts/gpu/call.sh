@@ -94,7 +94,7 @@ if [ "$DEVICE" = cpu ]; then
     PAPERS+=(--limit 1 --max_new_tokens 8 --options ignore_eos --replays 2)
 else
     PAPERS+=(--limit 3 --options inflate=llama2-7b,ignore_eos --replays 200)
-    PROFILE+=(--set inflate=llama2-7b)
+    PROFILE+=(--inflate llama2-7b)
 fi
 
 climb() {  # NAME SECONDS RUNGS OPTION...: the ladder, without families whose probe failed
@@ -119,7 +119,7 @@ for name in "$@"; do
     transformers) again transformers 60 "${BESIDE[@]}" --what transformers ;;
     gptfast-*) again "$name" 150 "${BESIDE[@]}" --what "$name" ;;
     papers) part papers 100 "${PAPERS[@]}" ;;
-    profile) part profile 80 "${PROFILE[@]}" --set "profile=$OUT/trace.json" ;;
+    profile) part profile 80 "${PROFILE[@]}" --profile "$OUT/trace.json" ;;
     fidelity)  # of the formats, on the CPU
         part fidelity 30 "$PY" quantize.py --checkpoint checkpoints/demo --quant int4 \
             --group_size 32 --out "$OUT/demo-int4-32" --overwrite

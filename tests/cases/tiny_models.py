@@ -258,7 +258,7 @@ def refused(capsys, *argv: str) -> str:
     """The line with which generate.py refuses a model, within seconds."""
     began = time.process_time()
     error = helpers.refused(
-        capsys, generate.main, [*argv, "--set", "prompt_ids=5,17", "--device", "cpu"]
+        capsys, generate.main, [*argv, "--prompt_ids", "5,17", "--device", "cpu"]
     )
     assert time.process_time() - began < 5
     return error

@@ -354,18 +354,15 @@ def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys, text, missi
 
 
 def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
-    """Exit status 2 at the end: the others are printed, and in both files."""
-    dead, prompts, results, out = (
-        tmp_path / name for name in ("a.lark", "p.jsonl", "r.jsonl", "o")
-    )
+    """Exit status 2 at the end: the others are printed, and in the file."""
+    dead, prompts, out = (tmp_path / name for name in ("a.lark", "p.jsonl", "o"))
     dead.write_text(DEAD)
     prompts.write_text('{"turns": ["x"]}\n{"turns": ["y"]}\n')
     argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(dead)]
-    argv += ["--prompt_file", str(prompts), "--set", f"results={results}", "--json", str(out)]
+    argv += ["--prompt_file", str(prompts), "--json", str(out)]
     with pytest.raises(SystemExit) as stop:
         program.main(argv)
     rate, last = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and rate == "2 tokens"
     assert last.startswith("generate.py: prompt 1: the grammar allows")
     assert json.loads(out.read_text())["finish_reason"] == ["grammar", "grammar"]
-    assert len(results.read_text().splitlines()) == 2

@@ -222,7 +222,7 @@ def test_each_prompt_has_its_own_biases():
     ({"top_k": 2**31}, "--top_k must be at most"), ({"top_k": True}, "--top_k must be a whole number"),
     ({"top_p": [0.5, 0]}, r"--top_p must be in \(0, 1\]; it is 0"), ({"top_p": None}, "--top_p must be a number"),
     ({"seed": [1, -1]}, "--seed must be at least 0"), ({"seed": 2**64}, "--seed must be at most"),
-    ({"logit_bias": [{3: 1}, 6]}, "--set logit_bias must be a text; it is 6"),
+    ({"logit_bias": [{3: 1}, 6]}, "logit_bias must be a text; it is 6"),
     ({"max_new_tokens": [1, 2]}, r"max_new_tokens is one number for all prompts; it is \[1, 2\]"),
     ({"min_p": [0, 1.5]}, "--min_p must be at most 1; it is 1.5"), ({"mirostat": 2}, "there is no option mirostat"),
 ])  # fmt: skip

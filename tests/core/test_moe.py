@@ -378,7 +378,7 @@ def told(capsys, program, *argv) -> str:
 ], indirect=["mixture"])  # fmt: skip
 def test_a_wrong_config_is_one_line_and_status_2(mixture, tmp_path, capsys, change, words):
     out = changed(mixture, tmp_path / "bad", change)
-    assert words in told(capsys, main, "--checkpoint", out, "--set", "prompt_ids=1,2")
+    assert words in told(capsys, main, "--checkpoint", out, "--prompt_ids", "1,2")
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -388,7 +388,7 @@ def test_a_missing_shard_is_one_line_and_status_2(mixtral, tmp_path, capsys, ind
     missing = without_a_shard(mixtral, bad, also_in_index=not indexed)
     if not indexed:
         missing = min(set(index_of(mixtral)) - set(index_of(bad)))
-    said = told(capsys, main, "--checkpoint", bad, "--set", "prompt_ids=1,2")
+    said = told(capsys, main, "--checkpoint", bad, "--prompt_ids", "1,2")
     if indexed:
         said += told(
             capsys, run_quantize.main, "--checkpoint", bad, "--quant", "int8", "--out", out

@@ -1,4 +1,4 @@
-"""Options: flags, `--set`, forms of `--tree`, and every user's mistake as one line."""
+"""Options: the help and the page, forms of `--tree`, and every kind of user's mistake as one line."""
 
 from __future__ import annotations
 
@@ -18,40 +18,61 @@ from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 from draft_tree import parse_tree
 from run import parsing
 from run.generate import generate, load, main
-from run.options import DEMO, ROOT, GenerateConfig
+from run.options import DEMO, GROUPS, ROOT, GenerateConfig
 from run.parsing import parse, processors
 from server.options import ServeConfig
 
-FLAGS = [f for f in fields(GenerateConfig) if not f.metadata["rare"]]
-RARE = [f for f in fields(GenerateConfig) if f.metadata["rare"]]
-IDS = f"--checkpoint {TARGET} --set"
+FIELDS = {f.name: f for f in fields(GenerateConfig)}
 WITH_HEAD = f"{OF_IDS} --eagle {HEAD}"
 OF_MODEL = f"{OF_IDS} --draft model --draft_checkpoint"
+SAMPLED = {"temperature": 1.0}
+RESIDUAL = {"accept": "residual", "temperature": 1.0}
 
 
 def read(line: str, options: type = GenerateConfig) -> GenerateConfig:
     return parse(options, "generate.py", "", shlex.split(line))
 
 
-# -------------------------------------------------------------------------------------------- forms
+# ------------------------------------------------------------------------------------ help and page
 
 
-def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
+def tables() -> str:
+    """The tables of the options as docs/USAGE.md has them: the groups of --help, a row an option."""
+    parts = []
+    for title, names in GROUPS.items():
+        rows = []
+        for f in (FIELDS[name] for name in names):
+            letters = [f"-{f.metadata['short']}"] if f.metadata["short"] else []
+            others = [f"--{f.metadata['alias']}"] if f.metadata["alias"] else []
+            flags = ", ".join(f"`{flag}`" for flag in (f"--{f.name}", *others, *letters))
+            help = f.metadata["help"].replace("|", "\\|").replace("<", "\\<")
+            if f.metadata["choices"] and f.name not in ("tree", "draft"):
+                help += f" ({', '.join(f.metadata['choices'])})"
+            if f.default not in ("", None, False, (), GenerateConfig.checkpoint):
+                help += f" (default: {f.default})"
+            rows.append(f"| {flags} | {help} |\n")
+        parts.append(f"| {title} | |\n|---|---|\n{''.join(rows)}")
+    return "\n".join(parts)
+
+
+def test_the_help_and_the_page_have_every_option(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     text = capsys.readouterr().out
-    assert stop.value.code == 0
     shown = " ".join(text.split())
-    for f in fields(GenerateConfig):
-        there = f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown
-        assert there != f.metadata["rare"], f.name
-    assert "--set NAME=VALUE" in shown
-    grouped = [name for names in GenerateConfig.GROUPS.values() for name in names]
-    assert len(FLAGS) == 31 and sorted(grouped) == sorted(f.name for f in FLAGS)
-    places = [text.index(part) for part in ("--checkpoint ", "\nsampling:", "\nfor measurements:")]
-    assert places == sorted(places)
-    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    assert {f.name for f in RARE} <= set(re.findall(r"`(\w+)`", page))
+    flags = [f for f in FIELDS.values() if f.metadata["flag"]]
+    assert stop.value.code == 0 and len(flags) <= 45
+    for f in flags:
+        assert f"--{f.name} " in shown and " ".join(f.metadata["help"].split()) in shown, f.name
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(f.name for f in flags)
+    page = (ROOT / "docs" / "USAGE.md").read_text(encoding="utf-8")
+    assert tables() in page, f"put this into docs/USAGE.md:\n{tables()}"
+    others = {f.name for f in FIELDS.values() if not f.metadata["flag"]}
+    assert others <= set(re.findall(r"`(\w+)`", page))
+
+
+# -------------------------------------------------------------------------------------------- forms
 
 
 @pytest.mark.parametrize(
@@ -59,7 +80,6 @@ def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
     [
         ("", {"tree": ""}),
         ("auto", {"tree": "auto"}),
-        ("auto:6", {"tree": "auto", "tree_depth": 6}),
         ("auto:6,8,32", {"tree": "auto", "tree_depth": 6, "tree_topk": 8, "tree_size": 32}),
         ("chain:3", {"tree": "chain", "tree_depth": 3}),
         ("dynamic:,8", {"tree": "dynamic", "tree_topk": 8}),
@@ -71,8 +91,7 @@ def test_the_help_has_every_flag_and_the_page_every_setting(capsys):
 def test_a_tree_is_one_text(text, options):
     """From the command line and from Python."""
     assert parse_tree(text) == options
-    config = read(f"--tree '{text}'")
-    assert config == read(f"--set tree='{text}'") == GenerateConfig(**options)
+    assert read(f"--tree '{text}'") == GenerateConfig(**options)
     assert parsing.by_names(GenerateConfig, {"tree": text}) == options
 
 
@@ -88,49 +107,31 @@ def test_other_texts_are_no_tree(capsys, text):
     assert "is none of them" in said
 
 
-def test_a_number_of_a_tree_is_given_once(capsys):
-    with pytest.raises(SystemExit):
-        read("--tree chain:3 --set tree_depth=4")
-    assert "--tree has tree_depth already; give it once" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--tree has tree_size already"):
-        load(DEMO, tree="dynamic:,,8", tree_size=9)
-
-
-def test_settings_have_the_types_of_their_fields():
-    config = read(
-        "--ignore_eos --set verbose=False --set num-samples=3 --set=dtype=float32 --set temperature=0.5 "
-        "--set stop=a --set results=a=b --prompt_ids 5,17 --set eagle=there"
-    )  # fmt: skip
-    want = {"ignore_eos": True, "verbose": False, "num_samples": 3, "dtype": "float32", "temperature": 0.5,
-            "stop": ("a",), "results": "a=b", "prompt_ids": "5,17", "head": "there"}  # fmt: skip
-    assert config == GenerateConfig(**want)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("dtype", "--set takes name=value, as seed=1; it is 'dtype'"),
-        ("dtyp=float32", "--set: there is no option dtyp; did you mean dtype?"),
-        ("qwx=1", "--set: there is no option qwx; it takes any flag and accept, allowed_token_ids, "),
-        ("dtype=int3", "--dtype must be one of float32, bfloat16, float16; it is 'int3'"),
-        ("threads=many", "--set threads must be a whole number; it is 'many'"),
-        ("threads=1.5", "--set threads must be a whole number; it is '1.5'"),
-        ("threads=-1", "--set threads must be at least 0; it is -1"),
-        ("num_samples=0", "--set num_samples must be at least 1; it is 0"),
-        ("verbose=yes", "--set verbose must be True or False; it is 'yes'"),
-        ("top_p=much", "--top_p must be a number; it is 'much'"),
-        ("top_p=nan", "--top_p must be a number; it is nan"),
-        ("trace=a\\x00".replace("\\x00", "\0"), "--set trace has a character that no name can have"),
-    ],
-    ids=lambda text: text[:20].replace("\0", "0"),
-)  # fmt: skip
-def test_settings_are_checked_as_flags_are(capsys, text, message):
-    assert message in failure(capsys, f"{OF_IDS} --set {text}")
+def test_values_as_texts_have_the_types_of_their_fields():
+    """As `/set` of a chat and the methods of benchmarks give them."""
+    texts = [
+        "ignore_eos=False",
+        "num-samples=3",
+        "typical_p=0.5",
+        "stop=a",
+        "json=a=b",
+        "eagle=there",
+    ]
+    given = parsing.read_settings(GenerateConfig, texts)
+    assert parsing.by_names(GenerateConfig, given) == {
+        "ignore_eos": False, "num_samples": 3, "typical_p": 0.5, "stop": ("a",), "json": "a=b", "head": "there",
+    }  # fmt: skip
+    for text, said in (
+        ("dtype", "name=value, as seed=1; it is 'dtype'"),
+        ("dtyp=a", "no option dtyp; did you mean dtype?"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            parsing.read_settings(GenerateConfig, [text])
 
 
 def test_a_server_has_no_options_of_a_single_run(capsys):
-    assert read("--set datastore=x --tree chain:3", ServeConfig).datastore == "x"
-    for line in ("--set trace=x", "--set prompt=x"):
+    assert read("--datastore x --tree chain:3", ServeConfig).datastore == "x"
+    for line in ("--trace x", "--prompt x"):
         with pytest.raises(SystemExit):
             read(line, ServeConfig)
         assert capsys.readouterr().err.count("\n") == 1
@@ -142,68 +143,56 @@ def test_a_server_has_no_options_of_a_single_run(capsys):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("--checkpoint no/such/dir --prompt a", "no such directory: no/such/dir"),
+        # names, files and folders
         ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
         (f"--checkpoint {TARGET} --prompt a", "--prompt_ids"),  # no tokenizer
+        (f"{OF_IDS} --eagle nowhere", "no such directory: nowhere"),
+        (f"{OF_IDS} --json .", "is a directory"),
+        (f"{OF_IDS} --json a.txt --trace ./a.txt", "--json and --trace both write a.txt; name another file for one"),
+        (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
+        (f"{OF_IDS} --trace a\0", "--trace has a character that no name can have"),
+        # prompts
         (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --prompt_ids were given"),
         ("--prompt ''", "--prompt is empty"),
         (f"--checkpoint {TARGET}", "no prompt"),
         ("--prompt_file nowhere.txt", "cannot read nowhere.txt"),
-        (f"{IDS} prompt_ids=5,97", "0..96"),
-        (f"{IDS} prompt_ids=5,x", "numbers like 5,17,3"),
+        (f"--checkpoint {TARGET} --prompt_ids 5,97", "0..96"),
+        (f"--checkpoint {TARGET} --prompt_ids 5,x", "numbers like 5,17,3"),
         (f"{OF_IDS} --context 4", "prompt has 4 tokens, the context holds 4"),
         (f"{OF_IDS} --context 100000", "beyond the model's 512"),
+        # kinds, choices and ranges
+        (f"{OF_IDS} --no_such_flag", "--no_such_flag"),
         (f"{OF_IDS} --max_new_tokens 0", "--max_new_tokens must be at least 1"),
         (f"{OF_IDS} --max_new_tokens many", "--max_new_tokens"),
-        (f"{OF_IDS} --top_p 0", "--top_p"),
-        (f"{OF_IDS} --top_p 0.9", "--top_p has no effect at temperature 0"),
-        (f"{OF_IDS} --set num_samples=3", "--set num_samples has no effect at temperature 0"),
-        (f"{OF_IDS} --set threads=9999", f"--set threads must be at most {processors()}; it is 9999"),
+        (f"{OF_IDS} --threads 9999", f"--threads must be at most {processors()}; it is 9999"),
+        (f"{OF_IDS} --top_p 0", "--top_p must be in (0, 1]; it is 0.0"),
+        (f"{OF_IDS} --top_p nan", "--top_p must be a number; it is nan"),
         (f"{OF_IDS} --device tpu", "--device must be cpu or cuda; it is tpu"),
-        (f"{OF_IDS} --no_such_flag", "--no_such_flag"),
         (f"{OF_IDS} --draft oracle", "--draft"),
-        (f"{OF_IDS} --draft eagle", "name its directory with --head"),
-        (f"{OF_IDS} --draft none --eagle {HEAD}", "--head does nothing with --draft none"),
-        (f"{OF_IDS} --eagle nowhere", "no such directory: nowhere"),
         (f"{WITH_HEAD} --tree dynamic:0", "LEVELS of --tree (tree_depth) must be at least 1; it is 0"),
         (f"{WITH_HEAD} --tree dynamic:,,65", "NODES of --tree (tree_size) must be at most 64; it is 65"),
         (f"{WITH_HEAD} --tree dynamic:1,4,9", "lower NODES of --tree"),
-        (f"{WITH_HEAD} --tree static --set tree_topk=3", "CHILDREN of --tree (tree_topk) belongs to --tree dynamic"),
-        (f"{WITH_HEAD} --tree static --set tree_depth=3", "LEVELS of --tree (tree_depth) belongs to dynamic trees and chains"),
-        (f"{WITH_HEAD} --set tree_file=nowhere.json", "cannot read nowhere.json"),
-        (f"{WITH_HEAD} --tree chain --set tree_file=x", "--tree x is a static tree, not chain"),
-        (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
+        # needs: of sampling, of a draft, of a tree, of a run
+        (f"{OF_IDS} --num_samples 3", "--num_samples has no effect at temperature 0; set --temperature"),
+        (f"{OF_IDS} --draft none --eagle {HEAD}", "--head does nothing with --draft none"),
         (f"{OF_IDS} --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
-        (f"{OF_MODEL} nowhere", "no such directory: nowhere"),
+        (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
+        (f"{OF_IDS} --draft eagle", "name its directory with --head"),
+        (f"{OF_IDS} --tree static", "--tree does nothing with --draft ngram, which has no choice of trees; drop it"),
+        (f"{OF_MODEL} {TARGET} --tree chain:,,9", "is none of them"),
+        (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
+        (f"{WITH_HEAD} --draft eagle+ngram --tree dynamic:,,5", "do not fit a tree"),
+        ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
+        (f"{OF_IDS} --compile --plain", "--plain is the opposite of --compile; drop one of them"),
+        (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),
+        # a draft model that does not fit
         (f"{OF_MODEL} {DEMO}", "vocab_size is 97 in"),
         (f"{OF_MODEL} {HEAD}", "holds a head of the kind eagle, and no draft model; use --head"),
-        (f"{OF_MODEL} {TARGET} --set tree_size=9", "NODES of --tree (tree_size) belongs to --tree dynamic"),
-        (f"{OF_IDS} --draft none --tree chain", "--tree does nothing with --draft none"),
-        (f"{OF_IDS} --draft ngram --set tree_size=9", "NODES of --tree (tree_size) does nothing with --draft ngram"),
-        (f"{OF_IDS} --tree static", "--tree does nothing with --draft ngram, which has no choice of trees; drop it"),
-        (f"{OF_IDS} --draft eagle+ngram", "--draft eagle+ngram needs a head"),
-        (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
-        (f"{WITH_HEAD} --draft eagle+ngram --set tree_size=5", "do not fit a tree"),
-        ("--set inflate=tiny-0.5b", "--set inflate takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one"),
-        (f"{OF_IDS} --typical_p 0.9", "--set typical_p has no effect at temperature 0; set --temperature"),
-        (f"{OF_IDS} --temperature 1 --xtc-threshold 0.2", "--set xtc_threshold belongs to XTC; set xtc_probability"),
-        (f"{OF_IDS} --dry_base 2", "--set dry_base belongs to DRY; set dry_multiplier"),
-        (f"{OF_IDS} --repeat_last_n 64", "--set repeat_last_n belongs to penalties; set repetition_penalty"),
-        (f"{OF_IDS} --repeat-penalty 0", "--repetition_penalty must be at least 0.01; it is 0.0"),
-        (f"{OF_IDS} --logit_bias 5+1", """logit_bias must be {"token id": number, ...}; it is '5+1'"""),
-        (f"{OF_IDS} --logit_bias '{{\"5\": -1e999}}'", "a logit_bias must be from -100 to 100; that of 5 is -inf"),
-        (f"{OF_IDS} --logit_bias '{{\"97\": 1}}'", "logit_bias: token ids must be in 0..96; one is 97"),
-        ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
-        ("--interactive --set trace=t", "--set trace cannot go with --interactive"),
-        (f"{OF_IDS} --set show_drafts=true", "--set show_drafts belongs to --interactive; add that"),
-        (f"{OF_IDS} --json .", "is a directory"),
-        (f"{OF_IDS} --json a.txt --set trace=./a.txt", "--json and --set trace both write a.txt; name another file for one"),
-        (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
+        # chat templates
         (f"{ON_DEMO} --chat --prompt a", "--chat NAME"),
         (f"{ON_DEMO} --chat alpaca --prompt a", "alpaca"),
         (f"{OF_IDS} --chat vicuna", "prompt_ids"),
         (f"{ON_DEMO} --prompt a --system b", "demo has none; add --chat NAME with one of llama3"),
-        (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),
         (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral has no place for a system message; drop --system"),
     ],
 )  # fmt: skip
@@ -211,42 +200,42 @@ def test_mistakes_are_one_line(capsys, line, message):
     assert message in failure(capsys, line)
 
 
-SAMPLED = {"temperature": 1.0}
-RESIDUAL = {"accept": "residual", "temperature": 1.0}
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"children": "sampled"} | SAMPLED, "--set children=sampled would make a dynamic tree lossy; use --tree static"),
-        ({"children": "sampled"} | RESIDUAL, "lossy; use --tree static"),
-        ({"children": "noise"} | RESIDUAL, "does not read the target's noise"),
-        ({"children": "topk", "tree": "static"} | RESIDUAL, "drop children=topk"),
-        ({"children": "topk"}, "--set children has no effect at temperature 0"),
-        ({"children": "best"}, "--set children must be one of topk, noise, sampled"),
+        # kinds
         ({"sharpness": 2}, "there is no option sharpness"),
         ({"ignore_eos": 1}, "--ignore_eos must be True or False; it is 1"),
-        ({"tree": "auto"} | RESIDUAL, "--set accept needs a tree of one size; --tree auto changes it"),
-        ({"accept": "residual"}, "--set accept has no effect at temperature 0"),
-        ({"tree": "static", "typical_p": 0.9, "dry_multiplier": 1.0} | RESIDUAL, "typical_p, dry_multiplier cannot go with accept=residual; drop that"),
-        ({"dry_sequence_breakers": ["a"] * 65, "dry_multiplier": 1.0}, "--set dry_sequence_breakers may have 64 texts, not 65"),
-        ({"dry_sequence_breakers": 5}, "--set dry_sequence_breakers must be texts that are not empty; it is 5"),
-        ({"logit_bias": 5}, "--set logit_bias must be a text; it is 5"),
-        ({"draft": "none"} | RESIDUAL, "--set accept belongs to heads, draft models and --draft ngram"),
-        ({"dtype": "int8"}, "--dtype must be one of float32, bfloat16, float16; it is 'int8'"),
         ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),
-        ({"tree": "large"}, "--tree takes auto, chain, dynamic, static"),
-        ({"tree": 5}, "--tree must be a text; it is 5"),
         ({"eagle": 5}, "--head must be a text; it is 5"),
-        ({"compile": "yes"}, "--compile must be True or False; it is 'yes'"),
         ({"tree_size": float("nan")}, "NODES of --tree (tree_size) must be a whole number; it is nan"),
-        ({"top_p": float("nan")}, "--top_p must be a number; it is nan"),
+        ({"tree": "dynamic:,,8", "tree_size": 9}, "--tree has tree_size already; give it once"),
+        ({"logit_bias": 5}, "logit_bias must be a text; it is 5"),
+        ({"logit_bias": "5+1"}, """logit_bias must be {"token id": number, ...}; it is '5+1'"""),
+        ({"logit_bias": '{"5": -1e999}'}, "a logit_bias must be from -100 to 100; that of 5 is -inf"),
+        ({"logit_bias": '{"97": 1}'}, "logit_bias: token ids must be in 0..96; one is 97"),
+        ({"dry_sequence_breakers": ["a"] * 65, "dry_multiplier": 1.0}, "dry_sequence_breakers may have 64 texts, not 65"),
+        ({"dry_sequence_breakers": 5}, "dry_sequence_breakers must be texts that are not empty; it is 5"),
+        # needs
+        ({"typical_p": 0.9}, "typical_p has no effect at temperature 0; set --temperature"),
+        ({"xtc_threshold": 0.2} | SAMPLED, "xtc_threshold belongs to XTC; set xtc_probability"),
+        ({"dry_base": 2}, "dry_base belongs to DRY; set dry_multiplier"),
+        ({"repeat_last_n": 64}, "repeat_last_n belongs to penalties; set repetition_penalty"),
+        ({"tree": "static", "tree_topk": 3}, "CHILDREN of --tree (tree_topk) belongs to --tree dynamic"),
+        ({"tree": "static", "tree_depth": 3}, "LEVELS of --tree (tree_depth) belongs to dynamic trees and chains"),
+        ({"tree": "chain", "tree_file": "x"}, "--tree x is a static tree, not chain"),
+        ({"tree_file": "nowhere.json"}, "cannot read nowhere.json"),
+        # rules of acceptance
+        ({"children": "sampled"} | SAMPLED, "--children sampled would make a dynamic tree lossy; use --tree static"),
+        ({"children": "noise"} | RESIDUAL, "does not read the target's noise"),
+        ({"children": "topk", "tree": "static"} | RESIDUAL, "drop --children topk"),
+        ({"tree": "auto"} | RESIDUAL, "--accept needs a tree of one size; --tree auto changes it"),
+        ({"tree": "static", "typical_p": 0.9, "dry_multiplier": 1.0} | RESIDUAL, "typical_p, dry_multiplier cannot go with --accept residual; drop that"),
+        ({"draft": "none", "eagle": ""} | RESIDUAL, "--accept belongs to heads, draft models and --draft ngram"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work(settings, message):
     """From Python."""
-    if settings.get("draft") == "none":
-        settings |= {"eagle": ""}
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
 

@@ -229,7 +229,7 @@ def test_pages_have_commands():
     ids=" ".join,
 )
 def test_a_command_that_cannot_be_typed_is_found(words, monkeypatch):
-    with pytest.raises(SystemExit):
+    with pytest.raises((SystemExit, AssertionError)):
         check_command(Command("", (), tuple(words)), monkeypatch)
 
 
@@ -249,7 +249,7 @@ def test_options_in_sentences_exist(monkeypatch, capsys):
     for page in pages():
         text = BLOCK.sub("", page.read_text(encoding="utf-8"))
         fragments = [span for span in SPAN.findall(text) if span.startswith("--")]
-        for flag in set(re.findall(r"(?<!\S)--\w+", " ".join(fragments))) - known - {"--set"}:
+        for flag in set(re.findall(r"(?<!\S)--\w+", " ".join(fragments))) - known:
             with suppress(SystemExit):  # a flag that no help shows may lack its value
                 read_command([flag])
             fault = capsys.readouterr().err

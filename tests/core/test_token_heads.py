@@ -371,7 +371,7 @@ def test_wrong_options_are_one_line(official):
 
 
 def test_sampled_children_are_those_of_each_nodes_own_noise(official):
-    """`--set accept=residual`: nodes of a level share q and not their draws."""
+    """`--accept residual`: nodes of a level share q and not their draws."""
     module, folder = official["medusa"]
     tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     drafter = sample_children(drafter_of(folder, tree))

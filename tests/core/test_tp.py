@@ -177,7 +177,6 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
             "mixtral": options_of("mixtral", "eagle", **replaced, **fp32),
             "large groups": options_of(mixture, "none", quant="int4"),
             "auto": options_of("llama", "eagle", tree="auto"),
-            "results": options_of("llama", "none", results="results.jsonl"),
             "interactive": options_of("llama", "none", interactive=True),
             "queue": options_of("llama", "none", prompt_file="/dev/null"),
         },
@@ -281,7 +280,6 @@ def test_what_ranks_refuse(quick):
         "other trees": "all ranks need the same tree_depth; it is 6 on rank 0 and 5 on rank 1: start them alike",
         "queue": "--prompt_file /dev/null cannot go with torchrun: all ranks read it: use a file",
         "auto": "--tree auto cannot go with torchrun: it goes by the ranks' clocks, which differ: use --tree dynamic",
-        "results": "--set results cannot go with torchrun: one process may read and write it: use --json",
         "interactive": "--interactive cannot go with torchrun: there is one keyboard: use --prompt_file with turns",
     }
 
@@ -548,7 +546,7 @@ CLI = ["--checkpoint", DEMO, "--device", "cpu", "--max_new_tokens", "24"]
 def test_torchrun(tmp_path):
     """Text, files and mistakes come once; a rank that is lost ends the others soon."""
     out, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
-    done = torchrun(*CLI, "--json", str(out), "--set", f"trace={trace}", "--compare")
+    done = torchrun(*CLI, "--json", str(out), "--trace", f"{trace}", "--compare")
     assert done.returncode == 0, done.stderr
     command = [sys.executable, "generate.py", *CLI]
     alone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -737,7 +737,7 @@ def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(gguf.quants, "dequantize", not_implemented)
         said = "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it"
-        assert said in refused(capsys, "--checkpoint", str(whole[0]), "--set", "dtype=float32")
+        assert said in refused(capsys, "--checkpoint", str(whole[0]), "--dtype", "float32")
     monkeypatch.setitem(sys.modules, "gguf", None)
     said = "needs the package gguf; run: pip install gguf"
     assert said in refused(capsys, "--checkpoint", str(whole[0]))

@@ -531,7 +531,7 @@ def test_wrong_files_of_a_draft_model(capsys, block_file, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--set", "dtype=float32"), ("--quant", "int8", "--set", "dtype=float32")],
+    [(), ("--dtype", "float32"), ("--quant", "int8", "--dtype", "float32")],
     ids=str,
 )
 def test_a_file_that_shrinks_while_it_is_read(capsys, block_file, tmp_path, monkeypatch, options):

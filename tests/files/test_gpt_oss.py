@@ -254,7 +254,7 @@ SPOILT = [
 def test_broken_mxfp4_is_one_line(capsys, tmp_path, change, says, dtype):
     spoil(write_mxfp4(tmp_path / "m"), change)
     capsys.readouterr()
-    given = ("--set", f"dtype={dtype}") if dtype else ()
+    given = ("--dtype", f"{dtype}") if dtype else ()
     assert says in refused(capsys, "--checkpoint", str(tmp_path / "m"), *given)
 
 

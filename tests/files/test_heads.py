@@ -510,7 +510,7 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
 
 
 def test_what_cannot_go_with_such_a_head(capsys):
-    says = "--set inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
+    says = "--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
     with pytest.raises(ValueError, match=says):
         head_config(HEAD)
 

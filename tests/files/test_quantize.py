@@ -776,25 +776,23 @@ SPOILT = {
 def test_directories_that_cannot_be_loaded(capsys, tmp_path, how):
     out = quantized(TARGET, tmp_path / "out", Quantization("int4", 32))
     spoil(out, how)
-    err = failure(
-        capsys, main, "--checkpoint", str(out), "--set", "prompt_ids=5,17", "--device", "cpu"
-    )
+    err = failure(capsys, main, "--checkpoint", str(out), "--prompt_ids", "5,17", "--device", "cpu")
     assert re.search(SPOILT[how], err), err
 
 
-IDS = ("--set", "prompt_ids=5,17", "--device", "cpu")
+IDS = ("--prompt_ids", "5,17", "--device", "cpu")
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--quant", "int4", "--set", "group_size=128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
-        (["--quant", "int4", "--set", "group_size=64"], "does not divide in_features 160 of layers.0.w2.weight; use group_size=32"),
-        (["--set", "group_size=32"], "--set group_size belongs to int4; add --quant int4"),
-        (["--quant", "int4", "--set", "group_size=16"], "--set group_size must be one of"),
+        (["--quant", "int4", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
+        (["--quant", "int4", "--group_size", "64"], "does not divide in_features 160 of layers.0.w2.weight; use group_size=32"),
+        (["--group_size", "32"], "--group_size belongs to int4; add --quant int4"),
+        (["--quant", "int4", "--group_size", "16"], "--group_size must be one of"),
         (["--quant", "int2"], "invalid choice"),
-        (["--set", "quant_draft=int4", "--draft", "none"], "--set quant_draft does nothing with --draft none"),
-        (["--set", "quant_draft=int4", "--set", "group_size=64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.w2"),
+        (["--quant_draft", "int4", "--draft", "none"], "--quant_draft does nothing with --draft none"),
+        (["--quant_draft", "int4", "--group_size", "64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.w2"),
     ],
 )  # fmt: skip
 def test_mistakes_of_generate(capsys, argv, says):
@@ -831,9 +829,9 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path):
 )
 def test_without_a_compiler_the_references_serve(tmp_path, capsys, monkeypatch, quant, environment):
     """One line says so, and the loop gives the tokens that the operators give."""
-    argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--set", "ignore_eos=true",
-            "--set", "prompt_ids=5,17,3,40", "--max_new_tokens", "12", "--device", "cpu", "--tree", "dynamic"]  # fmt: skip
-    argv += ["--set", "group_size=32"] if quant.format == "int4" else []
+    argv = ["--checkpoint", str(TARGET), "--eagle", str(HEAD), "--quant", quant.format, "--json", "-", "--ignore_eos",
+            "--prompt_ids", "5,17,3,40", "--max_new_tokens", "12", "--device", "cpu", "--tree", "dynamic"]  # fmt: skip
+    argv += ["--group_size", "32"] if quant.format == "int4" else []
     want, _ = run(capsys, main, *argv)
     for name, value in (environment | {"XDG_CACHE_HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)

@@ -676,7 +676,7 @@ def originals(tmp_path_factory):
 
 
 def failure(capsys, *argv: str) -> str:
-    options = ["--set", "prompt_ids=5,17", "--device", "cpu", "--max_new_tokens", "2"]
+    options = ["--prompt_ids", "5,17", "--device", "cpu", "--max_new_tokens", "2"]
     return refused(capsys, main, [*argv, *options])
 
 

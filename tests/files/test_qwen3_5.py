@@ -646,7 +646,7 @@ def test_a_recurrent_draft_model_is_refused(capsys, tmp_path):
         "--draft_checkpoint",
         str(tmp_path),
     ]
-    said = refused(capsys, *options, "--set", "prompt_ids=3,4")
+    said = refused(capsys, *options, "--prompt_ids", "3,4")
     assert "has recurrent layers" in said and "use another draft model" in said
 
 

@@ -276,8 +276,8 @@ def test_methods_become_options():
     assert (got.draft, got.tree, got.accept) == ("eagle", "static", "residual")
     assert (got.temperature, got.batch_size) == (1.0, 4)
     assert got.top_p == 0.9 and got.ignore_eos
-    got = method_config("eagle:dynamic:topk:tree_size=30:verbose", setting, config)
-    assert (got.tree, got.children, got.tree_size, got.verbose) == ("dynamic", "topk", 30, True)
+    got = method_config("eagle:dynamic:topk:tree_size=30:ignore_eos", setting, config)
+    assert (got.tree, got.children, got.tree_size, got.ignore_eos) == ("dynamic", "topk", 30, True)
 
 
 def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
@@ -313,7 +313,7 @@ MISTAKES = [
     (bench, "--methods none,telepathy", "argument --draft: invalid choice: 'telepathy'"),
     (bench, "--methods eagle:ring", "--methods: eagle:ring: ring is no tree"),
     (bench, "--methods eagle:static:tree_size=9", "NODES of --tree (tree_size) belongs to --tree dynamic"),
-    (bench, "--options speed=9", "--set: there is no option speed"),
+    (bench, "--options speed=9", "there is no option speed"),
     (bench, "--temperatures warm", "must be lists of numbers"),
     (bench, "--tasks riddles", "there is no riddles; name a JSONL file, or one of copy, demo, edit, gsm8k"),
     (bench, "--methods none,none", "--methods must be a list of different values"),

@@ -296,7 +296,7 @@ def test_decoding_gives_the_same_tokens(options):
 
 def test_everything_printed_names_the_stand_in(pairs, capsys, tmp_path):
     argv = f"--checkpoint {pairs['demo'][0]} --max_new_tokens 8 --device cpu --tree dynamic".split()
-    argv += ["--set", f"inflate={SMALL}", "--prompt", PROMPT]
+    argv += ["--inflate", f"{SMALL}", "--prompt", PROMPT]
     main([*argv, "--json", str(tmp_path / "out.json"), "--compare"])
     _, err = capsys.readouterr()
     for line in err.splitlines()[-2:]:

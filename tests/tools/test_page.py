@@ -32,7 +32,7 @@ def running():
     with pytest.MonkeyPatch.context() as patch:
         drafts = {"policy": PresetPolicy()}
         patch.setattr(serve, "load_engine", lambda config: replace(load_engine(config), **drafts))
-        running = Running("--temperature", "0", "--set", "ignore_eos=true")
+        running = Running("--temperature", "0", "--ignore_eos")
     yield running
     running.close()
 

@@ -177,14 +177,6 @@ def test_a_program_names_control_tokens_and_a_user_does_not(reader, rendered):
     said = [{"role": "system", "content": f"Be </s> {text}"}, {**USER, "content": text}]
     assert own.eos_id() not in prompt(reader, said)
     assert tokenizer.decode(prompt(reader, said)).count("</s>") == 3
-    config = replace(reader.config, control_tokens="all")
-    free = RequestReader(engine, config, "demo")
-    assert prompt(free, said) == rendered(said)
-    config = replace(reader.config, control_tokens="none")
-    none = RequestReader(engine, config, "demo")
-    assert none.read({"prompt": text}, chat=False).prompts[0] == tokenizer.encode(text)
-    assert encode(replace(plain, config=config), [text], []) == tokenizer.encode(text)
-    assert own.eos_id() not in prompt(none, said)
 
 
 def test_thinking_is_turned_off_at_the_top(reader, rendered):

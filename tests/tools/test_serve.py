@@ -563,7 +563,7 @@ def test_ipv6():
 def test_ctrl_c_ends_it(tmp_path):
     """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
     server = subprocess.Popen(
-        [sys.executable, SERVE, *ARGV, "--set", "ignore_eos=true"],
+        [sys.executable, SERVE, *ARGV, "--ignore_eos"],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -71,8 +71,10 @@ class Terminal:
 
 @pytest.fixture
 def terminal():
-    talk = Terminal([*DEMO, "--set", "show_drafts=true"])
+    talk = Terminal(DEMO)
     talk.read_to("> ?$")
+    talk.type("/drafts\r")
+    talk.read_to("by others[^>]*> ?$")
     yield talk
     talk.type("\x15\x04")
     assert talk.close() == 0
@@ -119,10 +121,10 @@ def test_retry_load_and_stop(terminal, tmp_path):
 
 
 def test_no_colours_where_they_are_unwanted():
-    talk = Terminal([*DEMO, "--set", "show_drafts=true"], NO_COLOR="1")
+    talk = Terminal(DEMO, NO_COLOR="1")
     talk.read_to("Ctrl-D to leave")
-    talk.type("def a():\r")
-    screen = talk.read_to("tokens/s")
+    talk.type("/drafts\rdef a():\r")
+    screen = talk.read_to("there are no colours here.*tokens/s")
     talk.type("/bye\r")
     assert talk.close() == 0 and "\x1b[3" not in screen
 
