@@ -16,7 +16,6 @@ ADDS = {
         "huge_pages": "backends.cpp.pages:HugePages",
         "set_plain": "backends.library:set_plain",
         "single_torch_thread": "backends.library:single_torch_thread",
-        "switches_without_effect": "backends.switches:without_effect",
         "usual_topk_and_size": "backends.library:usual_topk_and_size",
     },
     "functions": {"cpu": "backends.cpp.functions", "cuda": "backends.triton.functions"},

@@ -22,35 +22,34 @@ FAMILIES = (
     "topk",  # scores: the best, the noise, the cuts of sampling
     "tree",  # drafts from scores and lookups, acceptance, slots, reports
 )
-CUDA_ONLY = ("GPT_EAGLE_GRAPHS",)
+GRAPHS = "graphs"  # named beside families: CUDA's cycles are not captured
 
 
 def checked(families: Iterable[str]) -> set[str]:
     """Return the families, all of them for "all". Raises: ValueError for an unknown one."""
     given = set(families)
-    unknown = sorted(given - {"all", *FAMILIES})
+    unknown = sorted(given - {"all", GRAPHS, *FAMILIES})
     if unknown:
         raise ValueError(
-            f"GPT_EAGLE_PLAIN takes {', '.join(FAMILIES)} or all, separated by commas; "
+            f"GPT_EAGLE_PLAIN takes {', '.join(FAMILIES)}, {GRAPHS} or all, separated by commas; "
             f"it has {', '.join(map(repr, unknown))}: correct or unset it"
         )
-    return set(FAMILIES) if "all" in given else given
+    return set(FAMILIES) if "all" in given else given - {GRAPHS}
+
+
+def _named() -> set[str]:
+    names = os.environ.get("GPT_EAGLE_PLAIN", "").split(",")
+    return {name.strip() for name in names if name.strip()}
 
 
 def plain_families() -> set[str]:
     """Return the families of GPT_EAGLE_PLAIN. Raises: ValueError for an unknown one."""
-    names = os.environ.get("GPT_EAGLE_PLAIN", "").split(",")
-    return checked(name.strip() for name in names if name.strip())
-
-
-def is_on(name: str) -> bool:
-    """Read GPT_EAGLE_<name>, 0 or 1; by default 1. Raises: ValueError for another value."""
-    return _one_of(f"GPT_EAGLE_{name}", ("1", "0")) == "1"
+    return checked(_named())
 
 
 def captures() -> bool:
-    """Return whether cycles on CUDA are captured. Raises: ValueError for a wrong switch."""
-    return is_on("GRAPHS")
+    """Return whether cycles on CUDA are captured."""
+    return GRAPHS not in _named()
 
 
 def kind_of_tiles() -> str:
@@ -59,27 +58,15 @@ def kind_of_tiles() -> str:
     auto: hardware, where it is allowed and right; none, hardware, emulation: that one.
     Raises: ValueError for another name.
     """
-    return _one_of("GPT_EAGLE_TILES", ("auto", "none", "hardware", "emulation"))
-
-
-def _one_of(name: str, choices: tuple[str, ...]) -> str:
-    value = os.environ.get(name) or choices[0]  # the default
-    if value not in choices:
-        raise ValueError(
-            f"{name} must be {' or '.join(choices)}; it is {value!r}: correct or unset it"
-        )
-    return value
+    kinds = ("auto", "none", "hardware", "emulation")
+    kind = os.environ.get("GPT_EAGLE_TILES") or kinds[0]
+    if kind not in kinds:
+        rule = f"GPT_EAGLE_TILES must be {' or '.join(kinds)}"
+        raise ValueError(f"{rule}; it is {kind!r}: correct or unset it")
+    return kind
 
 
 def check() -> None:
     """Check all switches. Raises: ValueError for a value that none of them has."""
     plain_families()
-    is_on("GRAPHS")
     kind_of_tiles()
-
-
-def without_effect(device: str) -> list[str]:
-    """Return the names of variables that are set and change nothing on a device."""
-    if device.startswith("cuda"):
-        return []
-    return [name for name in CUDA_ONLY if os.environ.get(name) not in (None, "", "1")]

@@ -6,7 +6,6 @@ threads, the processor, the C++ operators. Files are distinguished by path, size
 An unreadable file counts as missing; a failed write prints one line. A file is replaced as a unit,
 by one process at a time; the last process to end wins.
 
-`GPT_EAGLE_TREES` in the environment names another folder; if empty, nothing is read or written.
 Not here: the meaning of the numbers and the check of their ranges (autosize.py).
 """
 
@@ -46,12 +45,7 @@ def folder() -> Path | None:
 
     Raises: RuntimeError without a home directory.
     """
-    named = os.environ.get("GPT_EAGLE_TREES")
-    if named == "" or check_own is None:
-        return None
-    if named is not None:
-        return Path(named)
-    return cache_folder() / "trees"
+    return cache_folder() / "trees" if check_own else None
 
 
 def file_of(engine: Engine) -> Path | None:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from options import PREFIX, ROOT, cache_folder, one_line
 
@@ -43,8 +43,12 @@ class LocalError(ValueError):
 
 def has_colours() -> bool:
     """Return whether standard output shows colours. Source: no-color.org."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
+    return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Return whether a stream is a terminal that moves its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 # ---------------------------------------------------------------------- text and JSON
@@ -380,7 +384,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Write a text over the one before, not too often; an empty one removes it at once."""
         now = time.perf_counter()
-        passes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        passes = is_terminal(sys.stderr)
         every = self.EVERY_S if passes else self.EVERY_IN_FILE_S
         if text == self.shown or (text and now - self.at < every):
             return

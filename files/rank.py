@@ -17,12 +17,17 @@ class Rank(NamedTuple):
     local: int = 0  # the rank on this machine
 
 
+def is_alone() -> bool:
+    """Return whether torchrun has started no other process."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def this_rank() -> Rank:
     """Return the rank that torchrun has given this process.
 
     Raises: ValueError where the environment has only a part of torchrun's settings.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if is_alone():
         return Rank()
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.get(name, "")

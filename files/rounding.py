@@ -5,7 +5,7 @@
 2. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
    the format in `quantization_config`.
 3. `calibrated` keeps the weights that int4 rounds with second moments (calibrate.py) in the user's
-   cache, for `--quant int4`. `GPT_EAGLE_QUANTIZED` in the environment names another folder.
+   cache, for `--quant int4`.
 
 Trade-off: draft heads, experts and int8 are rounded without moments, which is enough for them.
 Not here: the formats (quantize.py); loading (weights.py); the command (run/quantize.py).
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -194,15 +193,14 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
     identity = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
     config = (path / "config.json").read_text(encoding="utf-8")
     key = json.dumps([VERSION, str(path.resolve()), sorted(identity), config, quant.group_size])
-    named = os.environ.get("GPT_EAGLE_QUANTIZED")
-    parent = Path(named) if named else cache_folder() / "quantized"
+    parent = cache_folder() / "quantized"
     out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"cannot write {parent} ({error.strerror}); GPT_EAGLE_QUANTIZED names another "
-            "place; or use quantize.py"
+            f"cannot write {parent} ({error.strerror}); XDG_CACHE_HOME names another place; "
+            "or use quantize.py"
         ) from None
     with folder_lock(parent, f"another process writes {parent}; waiting"):
         if not out.is_dir():

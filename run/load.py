@@ -46,6 +46,7 @@ from run.warm_up import warm_up
 if TYPE_CHECKING:
     from files.chat import TextFiles
 
+captures = part_or("machine", "captures", lambda: True)
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
 CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
@@ -88,7 +89,7 @@ def load(
         _context(asked, target),
         eos_ids,
         config=asked,
-        captures=part_or("machine", "captures", lambda: True)(),
+        captures=captures(),
         shaping=_shaping(asked, target, tokenizer, eos_ids, shapes),
         tokenizer=tokenizer,
         template=template,
@@ -146,10 +147,8 @@ def _pick_device(config: GenerateConfig) -> str:
     set_cuda_device(device)
     if config.plain:
         part_or("machine", "set_plain", lambda families: None)(("all",))
-    unused = ", ".join(part_or("machine", "switches_without_effect", lambda device: ())(device))
-    if unused:
-        note = f"{unused}: only CUDA reads this, and the device is {device}; unset it"
-        log_note(note)
+    if not captures() and not device.startswith("cuda"):
+        log_note(f"GPT_EAGLE_PLAIN: graphs are CUDA's, and the device is {device}; drop them")
     return device
 
 

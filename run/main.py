@@ -6,9 +6,9 @@ Mistakes are answered by run/start.py, without torch; then comes torch, and run/
 from __future__ import annotations
 
 import gc
-import os
 import signal
 
+from files.rank import is_alone
 from options import load_module
 from run.start import read_command, with_text
 
@@ -21,7 +21,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
     gc.disable()  # a collection would visit torch's 180,000 objects, which stay
     command = None
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if is_alone():
         command = with_text(read_command())
     program = load_module("run.generate")
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,6 @@ Not here: the import (generate.py), the weights (run/load.py).
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from files.fetch import with_files
 from files.head_kinds import check_mtp, head_kind
-from files.io import is_gguf, read_json
+from files.io import is_gguf, is_terminal, read_json
 from files.registry import check_architecture
 from options import load_part, require
 from run.methods import MTP
@@ -54,17 +53,11 @@ def read_command(argv: list[str] | None = None) -> Command:
         config = replace(config, seed=random.getrandbits(31))
     to_end = not config.prompt_file and "max_new_tokens" not in given
     keys = None
-    if config.interactive and on_terminal():
+    if config.interactive and sys.stdin.isatty() and is_terminal(sys.stdout):
         with one_line_errors("generate.py"):  # prompt_toolkit may be missing
             keys = load_part("command", "keys")()
         keys.hold()
     return Command(config, prompts, to_end=to_end, keys=keys)
-
-
-def on_terminal() -> bool:
-    """Return whether a person types, and sees what is typed, on a terminal that can show it."""
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return terminal and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def with_text(command: Command) -> Command:

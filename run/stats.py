@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from files.memory import check_memory, free_bytes
+from files.rank import this_rank
 from run.methods import known_drafters
 
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
@@ -83,7 +83,7 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     if shape:  # a stand-in's numbers never go without its name
         name = Path(engine.config.checkpoint).resolve().name
         report["stand_in"] = f"a {shape}-shaped function of {name}"
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # that torchrun has started
+    ranks = this_rank().world_size
     if ranks > 1:
         report["ranks"] = ranks
     table = engine.policy.table(stats.presets)

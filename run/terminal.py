@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import unicodedata
 from collections.abc import Callable
 from typing import IO
+
+from files.io import is_terminal
 
 
 class Wrapped:
@@ -75,7 +76,7 @@ def printer(file: IO[str], most: int = 1 << 30) -> Callable[[str], None]:
     most: columns of a line
     """
     wrapped = Wrapped(most)
-    breaks = file.isatty() and os.environ.get("TERM") != "dumb"
+    breaks = is_terminal(file)
 
     def show(text: str) -> None:
         print(wrapped.push(text) if breaks else text, end="", file=file, flush=True)

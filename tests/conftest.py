@@ -23,11 +23,17 @@ show_notes()  # in the tests' own process, as a command does
 # the models are tiny: a second thread costs more than it brings, and far more on a busy machine; child processes too
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["GPT_EAGLE_QUANTIZED"] = os.path.join(tempfile.gettempdir(), "gpt-eagle-tests")
-os.environ["GPT_EAGLE_TREES"] = ""  # nothing is remembered, in child processes either
+# operators, rounded weights and trees of tests, in child processes too
+os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), "gpt-eagle-tests")
 os.environ.setdefault(
     "TORCHINDUCTOR_VEC_ISA_OK", "1"
 )  # as runtime.OPTIONS has it, for steps compiled without them
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch):
+    """A test's trees do not follow from those of another one."""
+    monkeypatch.setattr("drafts.remembered.folder", lambda: None)
 
 
 def pytest_collection_modifyitems(items):

@@ -46,6 +46,7 @@ from drafts.shaping import Shaping
 from eagle_draft import EagleHead, load_head
 from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
+from options import cache_folder
 from quantize import FORMATS, Linear, stack
 from reference import TORCH, Backend, choose, rms_norm
 from run.draft_method import DraftMethod, method_of
@@ -533,6 +534,13 @@ def rounded(
 
 
 # -------------------------------------------------------------------------------------------- tools
+
+
+def copy_operators(home: Path) -> None:
+    """Copy the built C++ operators to where a program looks for them with XDG_CACHE_HOME=home."""
+    (home / "gpt-eagle").mkdir(0o700, exist_ok=True)
+    for library in cache_folder().glob("*.so"):
+        shutil.copy2(library, home / "gpt-eagle")
 
 
 def refused(capsys, command: Callable[..., Any], *operands: Any, prints: bool = False) -> str:

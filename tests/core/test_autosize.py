@@ -49,6 +49,7 @@ from eagle_draft import EagleDrafter
 from helpers import (
     PROMPTS,
     Scripted,
+    copy_operators,
     decode,
     engine_for,
     fresh,
@@ -391,8 +392,8 @@ def test_shapes():
 @pytest.fixture
 def trees(tmp_path, monkeypatch) -> Path:
     """The folder where things are remembered."""
-    folder = tmp_path / "cache" / "trees"
-    monkeypatch.setenv("GPT_EAGLE_TREES", str(folder))
+    folder = tmp_path / "gpt-eagle" / "trees"
+    monkeypatch.setattr(remembered, "folder", lambda: folder)
     return folder
 
 
@@ -436,9 +437,11 @@ def test_a_later_engine_starts_where_the_last_one_left_off(trees):
     assert file.stat().st_mtime_ns > before and len(list(trees.glob("[!.]*"))) == 1
 
 
-def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, capsys):
+def test_the_end_of_a_process_saves_and_a_second_process_reads(trees, tmp_path, capsys):
     command = [sys.executable, "generate.py", "--checkpoint", DEMO, "--max_new_tokens", "30"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    copy_operators(tmp_path)
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert ended.returncode == 0 and len(ended.stderr.splitlines()) == 1, ended.stderr
     (file,) = trees.glob("[!.]*")
     engine = demo()
@@ -491,14 +494,13 @@ def test_what_a_key_depends_on(trees, short_demo, tmp_path):
 
 
 def test_where_it_is(monkeypatch, tmp_path):
-    monkeypatch.delenv("GPT_EAGLE_TREES")
+    assert remembered.folder() is None and file_of(demo()) is None
+    monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert remembered.folder() == tmp_path / "gpt-eagle" / "trees"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert remembered.folder() == tmp_path / "home" / ".cache" / "gpt-eagle" / "trees"
-    monkeypatch.setenv("GPT_EAGLE_TREES", "")
-    assert remembered.folder() is None and file_of(demo()) is None
 
 
 BAD = [None, True, "1", [], {}, math.nan, math.inf, -math.inf, -1, 1e300, 10**400, 0.3j, [[1]]]
@@ -584,7 +586,7 @@ def test_a_folder_that_takes_nothing_costs_a_line(trees, monkeypatch, capsys):
     assert all(line.startswith("note: --tree auto cannot write to") for line in errors)
     assert len(errors) == 2 and "the disk is full" in errors[0]
     assert recall(file) == [1] and list(trees.glob("[!.]*")) == [file]
-    monkeypatch.setenv("GPT_EAGLE_TREES", str(file))
+    monkeypatch.setattr(remembered, "folder", lambda: file)
     told()
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -7,13 +7,13 @@ import sys
 from options import log_note
 from run.options import ROOT
 
-NOTE = "GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu; unset it"
+NOTE = "GPT_EAGLE_PLAIN: graphs are CUDA's, and the device is cpu; drop them"
 
 
 def run(code: str) -> list[str]:
     """Return a program's lines on standard error that hold the note or JSON, each JSON as {."""
     command = [sys.executable, "-c", f"import logging\n{code}"]
-    environment = os.environ | {"GPT_EAGLE_GRAPHS": "0"}
+    environment = os.environ | {"GPT_EAGLE_PLAIN": "graphs"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )

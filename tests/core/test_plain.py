@@ -206,7 +206,9 @@ def test_families():
     set_plain(["norm", "topk"])
     assert {"norm", "topk"} == PLAIN
     assert is_plain("norm") and is_plain("tree", "topk") and not is_plain("tree", "compact")
-    with pytest.raises(ValueError, match="rotary, topk, tree or all, .* it has 'trees': correct"):
+    with pytest.raises(
+        ValueError, match="rotary, topk, tree, graphs or all, .* it has 'trees': correct"
+    ):
         set_plain(["norm", "trees"])
     assert {"norm", "topk"} == PLAIN, "nothing changed"
     set_plain(())
@@ -214,14 +216,17 @@ def test_families():
 
 
 def test_families_of_the_environment(monkeypatch):
-    for value, want in (("all", set(FAMILIES)), ("norm, topk,", {"norm", "topk"}), ("", set())):
+    for value, want in (
+        ("all", set(FAMILIES)),
+        ("norm, topk, graphs,", {"norm", "topk"}),
+        ("", set()),
+    ):
         monkeypatch.setenv("GPT_EAGLE_PLAIN", value)
         assert switches.plain_families() == want
 
 
 @pytest.mark.parametrize("name, value, message", [
-    ("PLAIN", "norm,trees", "topk, tree or all, separated by commas; it has 'trees': correct"),
-    ("GRAPHS", "2", "GPT_EAGLE_GRAPHS must be 1 or 0; it is '2': correct or unset it"),
+    ("PLAIN", "norm,trees", "topk, tree, graphs or all, separated by commas; it has 'trees': correct"),
     ("TILES", "on", "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'"),
 ])  # fmt: skip
 def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):
@@ -236,9 +241,9 @@ def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, messag
 
 
 def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
-    monkeypatch.setenv("GPT_EAGLE_GRAPHS", "0")
+    monkeypatch.setenv("GPT_EAGLE_PLAIN", "graphs")
     tokens(short_demo, draft="none", max_new_tokens=2)
-    note = "note: GPT_EAGLE_GRAPHS: only CUDA reads this, and the device is cpu"
+    note = "note: GPT_EAGLE_PLAIN: graphs are CUDA's, and the device is cpu; drop them"
     assert capsys.readouterr().err.count(note) == 1
 
 

@@ -151,8 +151,8 @@ def test_logits_are_closer_to_those_of_fp32(tmp_path):
 
 def test_on_load_the_cache_holds_the_weights(short_demo, tmp_path, monkeypatch, capsys):
     saved = load_model(calibrated(short_demo, tmp_path / "saved"))
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("GPT_EAGLE_QUANTIZED", str(cache))
+    cache = tmp_path / "quantized"
+    monkeypatch.setattr("files.rounding.cache_folder", lambda: tmp_path)
     options = {"checkpoint": str(short_demo), "quant": "int4", "group_size": 32, "draft": "none"}
     first = load(**options, device="cpu")
     assert "weights in int4 are stored in" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from options import ROOT, cache_folder
+from helpers import copy_operators
+from options import ROOT
 
 DEMO = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(ROOT / "checkpoints/demo")]
 DEMO += ["--interactive", "--compile", "--max_new_tokens", "12"]
@@ -209,10 +209,7 @@ def test_a_screen_has_whole_words_and_short_lines():
 
 def test_lines_of_earlier_chats_come_back(tmp_path):
     """By an arrow key. Those typed ahead are kept too, a paste of several lines among them."""
-    cache = tmp_path / "gpt-eagle"
-    cache.mkdir(0o700)
-    for library in cache_folder().glob("*.so"):  # the operators are not built again
-        shutil.copy2(library, cache)
+    copy_operators(tmp_path)
     for first in (True, False):
         talk = Terminal(DEMO, XDG_CACHE_HOME=str(tmp_path))
         talk.read_to(re.escape("\x1b[?2004h"))
@@ -225,9 +222,9 @@ def test_lines_of_earlier_chats_come_back(tmp_path):
             talk.read_to("it is 'é'[^>]*> ?$")
         talk.type("/bye\r")
         assert talk.close() == 0
-    lines = re.findall("^[+](.*)", (cache / "history").read_text(), re.MULTILINE)
+    lines = re.findall("^[+](.*)", (tmp_path / "gpt-eagle" / "history").read_text(), re.MULTILINE)
     assert lines == ["/set seed é", "/not", "one line", "/bye", "/set seed é", "/bye"]
-    assert (cache / "history").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "gpt-eagle" / "history").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_chat_goes_on_where_no_line_can_be_kept(tmp_path):

@@ -243,7 +243,7 @@ def test_a_terminal_dims_the_thinking(served, plain, interactive):
     command += ["--interactive"] if interactive else ["--prompt", "2+2?"]
     talk = Terminal(command, **({"NO_COLOR": "1"} if plain else {}))
     if interactive:
-        talk.read_to("> $")
+        talk.read_to("> ?$")
         talk.type("2+2?\r")
     screen = talk.read_to("tokens/s").replace("\r\n", "\n")
     if interactive:
