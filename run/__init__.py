@@ -13,7 +13,7 @@ OF_SHARES = ("load_model", "pick_tokens", "split_lm_head")
 OPERATORS = ("device_time", "single_thread", "why_not_compiled", "with_times")
 NEEDS = ("files",)
 ADDS = {
-    "operators": {name: f"run.operators:{name}" for name in OPERATORS},
+    "operators": {name: f"run.clock:{name}" for name in OPERATORS},
     "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
     "command": {
         "chat": "run.repl:chat",

@@ -31,7 +31,6 @@ from files.weights import int4_group, load_model
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
 from quantize import BLOCKS, Quantization
-from run.cuda import set_cuda_device
 from run.draft_method import DraftMethod
 from run.engine import Engine, cache_dtype
 from run.methods import MTP, has_drafts, spec_of
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 captures = part_or("machine", "captures", lambda: True)
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
+OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
 
 
@@ -150,6 +150,27 @@ def _pick_device(config: GenerateConfig) -> str:
     if not captures() and not device.startswith("cuda"):
         log_note(f"GPT_EAGLE_PLAIN: graphs are CUDA's, and the device is {device}; drop them")
     return device
+
+
+def set_cuda_device(device: str) -> None:
+    """Select a CUDA device, and let its 16-bit products add partial sums in fp32.
+
+    So a row of a tree rounds as a single token does.
+
+    Raises: ValueError for a GPU that the kernels do not serve.
+    """
+    if device.startswith("cuda"):
+        index = torch.device(device).index or 0
+        level = torch.cuda.get_device_capability(index)
+        if level < OLDEST:
+            raise ValueError(
+                f"--device {device} has compute capability {level[0]}.{level[1]}, and the kernels "
+                f"need {OLDEST[0]}.{OLDEST[1]} or later; use another GPU, or --device cpu"
+            )
+        torch.cuda.set_device(index)
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = False
+        products.allow_fp16_reduced_precision_reduction = False
 
 
 def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from files.machine import has_cpu_operators
 from files.rank import Rank, this_rank
 from options import one_line
-from run.cuda import set_cuda_device
+from run.load import set_cuda_device
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors
 

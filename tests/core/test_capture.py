@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backends.attention
 import backends.triton.functions
 import reference
-import run.operators
+import run.clock
 from decode import REPORT, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
@@ -40,9 +40,8 @@ from helpers import (
 from model import Transformer
 from models.mixtures import Qwen
 from reference import pack_report
-from run.clock import TimedResult
-from run.cuda import set_cuda_device
-from run.operators import with_times
+from run.clock import TimedResult, with_times
+from run.load import set_cuda_device
 from run.session import Session
 from run.warm_up import warm_up
 from runtime import Replay, compiled, copy_into, tensors_of
@@ -166,7 +165,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
 def test_cudas_functions_of_a_cycle_are_traced_whole(monkeypatch):
     """Here its operators are the plain ones. No recompilation, and vanilla's tokens."""
     monkeypatch.setattr("backends.chosen.on_cpu", backends.chosen.on_cuda)
-    monkeypatch.setattr("backends.triton.functions.device_time", run.operators.device_time)
+    monkeypatch.setattr("backends.triton.functions.device_time", run.clock.device_time)
     target = deepcopy(golden_target())
     options = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.0, "top_k": 9}
     want = decode(engine_for(target, RootOnly(), **options), PROMPT).history
