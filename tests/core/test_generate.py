@@ -406,6 +406,16 @@ def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
     assert answers[1] == generate(engine, [history]).text[0]
 
 
+def test_a_chat_by_a_pipe_needs_no_prompt_toolkit():
+    code = "import runpy, sys; sys.modules['prompt_toolkit'] = None; runpy.run_path('generate.py', run_name='__main__')"
+    command = [sys.executable, "-c", code, *shlex.split(f"{ON_DEMO} --interactive -n 2")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, input="x = 1\n", capture_output=True, text=True, cwd=ROOT, env=env
+    )
+    assert done.returncode == 0 and done.stderr.count("tokens/s") == 1, done.stderr
+
+
 def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):
     """A second one in a row ends the conversation, as the end of input does."""
     stop = KeyboardInterrupt

@@ -159,7 +159,7 @@ def test_the_residual_rule_takes_parameters_too():
     want = generate(one, prompts, **per_prompt(asked)).tokens
     three = engine_for(golden_target(), drafter, batch_size=3, **options)
     assert generate(three, prompts, **per_prompt(asked)).tokens == want
-    with pytest.raises(ValueError, match="temperature must be above 0 with accept=residual"):
+    with pytest.raises(ValueError, match="--accept residual needs a temperature above 0"):
         generate(one, prompts, temperature=[1.0, 1.0, 0.0, 1.0, 1.0])
 
 
