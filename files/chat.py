@@ -2,9 +2,9 @@
 
 `chat_template` returns one of two kinds, with one interface:
 
-1. `JinjaTemplate` (files/jinja.py), the default: the checkpoint's own, a Jinja program, which
-   files/sandbox.py renders as `transformers` does. It writes BOS itself. `stop_ids` renders a
-   probe, so that a template that fails is refused before decoding.
+1. `JinjaTemplate` (files/jinja.py), the default: the checkpoint's own, a Jinja program, rendered
+   as `transformers` does it. It writes BOS itself. `stop_ids` renders a probe, so that a template
+   that fails is refused before decoding.
 2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to
    repeat the official EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation
    templates). None is a default.

@@ -1,26 +1,95 @@
 """A checkpoint's own chat template, a Jinja program.
 
-Not here: where it is read, and the templates of fixed strings (files/chat.py); the interpreter
-(files/sandbox.py).
+jinja2's immutable sandbox renders it, with the options, globals and filters of transformers. The
+sandbox keeps a template from Python's internals; as in other runtimes, nothing bounds its time and
+memory, as whoever makes a template makes the weights, too.
+Source: the module utils.chat_template_utils of transformers, for `{% generation %}` as well.
+Not here: where it is read, and the templates of fixed strings (files/chat.py).
 """
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from files.chat import PROBE, ChatTemplate, refusal
 from files.io import LocalError
-from files.sandbox import Template
 from files.thinking import Tags, closed, opened_by, without_messages
 from files.tokenizer import Tokenizer
+from options import one_line
 
-OLDEST_JINJA2 = (3, 1, 6)  # earlier sandboxes have known holes
 END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
+
+
+class Template:
+    """A compiled template. Its errors are ValueErrors of one line, which begin with a verb."""
+
+    def __init__(self, source: str):
+        """Compile. Raises: ValueError for a syntax error."""
+        self._template = _in_one_line(lambda: environment().from_string(source))
+
+    def render(self, **variables: Any) -> str:
+        """Render. Raises: ValueError when the template raises or uses an unsafe attribute."""
+        return _in_one_line(lambda: self._template.render(**variables))
+
+
+class Generation(Extension):
+    """The block `{% generation %}`, which marks answers for training; here it bounds a scope."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Parse the block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Return the sandbox that templates are written for."""
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # jinja2's own escapes HTML
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _in_one_line(work: Callable[[], Any]) -> Any:
+    """Do some work of a template. Raises: ValueError of one line, whatever the template raises."""
+    try:
+        return work()
+    except SecurityError as error:
+        reason = f"is refused: {one_line(error, 400)}"
+    except TemplateSyntaxError as error:
+        reason = f"is not valid Jinja (line {error.lineno}): {one_line(error.message, 400)}"
+    except TemplateError as error:
+        reason = f"raises: {one_line(error, 400)}"
+    except Exception as error:  # a template can raise any
+        reason = f"fails ({type(error).__name__}: {one_line(error, 400)})"
+    raise ValueError(reason)
 
 
 @dataclass(frozen=True)
@@ -28,9 +97,9 @@ class JinjaTemplate(ChatTemplate):
     """A checkpoint's own template."""
 
     path: Path  # the checkpoint, for messages
-    program: Any  # files.sandbox.Template
+    program: Template
     # for conversations with tools, where the checkpoint has another one for them
-    program_of_tools: Any
+    program_of_tools: Template | None
     special: dict[str, str]  # bos_token and the like -> their texts
     system: str | None = None  # None: as the template has it
     closes: bool = False  # the thinking that it opens: an answer that begins with a schema has none
@@ -138,9 +207,6 @@ def make_template(
     path: Path, text: str, of_tools: str | None, special: dict[str, str], system: str | None
 ) -> JinjaTemplate:
     """Make the template of a checkpoint by its programs. Raises: ValueError for one that fails."""
-    if tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3])) < OLDEST_JINJA2:
-        least = ".".join(map(str, OLDEST_JINJA2))
-        raise ValueError(f"chat templates need jinja2 {least} or later; run: pip install -U jinja2")
     try:
         program_of_tools = None if of_tools is None else Template(of_tools)
         return JinjaTemplate(path, Template(text), program_of_tools, special, system)

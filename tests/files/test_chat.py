@@ -2,17 +2,13 @@
 texts."""
 
 import functools
-import resource
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
-import files.sandbox
 from files.chat import CHAT_TEMPLATES, chat_template
-from files.sandbox import Template
+from files.jinja import Template
 from files.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[1] / "chat_templates"
@@ -37,14 +33,6 @@ CHECKPOINTS = {
     "zephyr": (LLAMA_TOKENS, "</s>"),
 }
 FIXED_DATE = '    {%- set date_string = "26 Jul 2024" %}\n'
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once():
-    """A text is compiled once for all tests: under its trace function that takes a third of a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.sandbox, "Template", functools.cache(Template))
-        yield
 
 
 def template_of(name):
@@ -356,17 +344,8 @@ def test_a_template_file_that_cannot_be_read(json_dir, tmp_path):
     assert str(path) in one_line(caught)
 
 
-def test_jinja2_is_old(checkpoint, monkeypatch):
-    monkeypatch.setattr("files.jinja.version", lambda package: "3.1.5")
-    with pytest.raises(ValueError, match="need jinja2 3.1.6 or later; run: pip install -U jinja2"):
-        own(checkpoint("zephyr"))
-
-
 # ------------------------------------------------------------------------------------ bad templates
 
-TOO_LARGE = "takes more than 0.3 GB of memory"
-TOO_LONG = "takes more than 0.1 s"
-TOO_MANY_BITS = "computes a number of more than 100000 bits"
 BAD = {
     "{{ raise_exception('no\n \x1b[2Jsuch thing') }}": "raises: no [2Jsuch thing",
     "{{ nothing.attribute }}": "raises: 'nothing' is undefined",
@@ -374,47 +353,22 @@ BAD = {
     "{% for m in messages %}\n{{ m.content }}": "is not valid Jinja (line 2)",
     "{{ 1 / 0 }}": "fails (ZeroDivisionError: division by zero)",
     "{% include 'secrets' %}": "no loader",
-    "x" * 1000001: "has 1000001 characters; at most 1000000 are read",
-    # Python's internals
-    "{{ ''.__class__.__mro__ }}": "reaches for the attribute __class__ of a str",
-    "{{ '{0.__class__}'.format(1) }}": "reaches for the attribute __class__ of a int",
-    "{{ raise_exception.__globals__ }}": "reaches for the attribute __globals__ of a function",
-    "{{ messages.append(1) }}": "reaches for the attribute append of a list",
-    # time
-    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}": TOO_LONG,
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": TOO_LONG,
-    "{{ [1]|slice(10000000000)|map('length')|sum }}": TOO_LONG,
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
-    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "RecursionError",
     "{{ range(1000000000) }}": "Range too big",
-    "{{ 10**(10**10) }}": TOO_MANY_BITS,
-    "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}": TOO_MANY_BITS,
-    # memory
-    "{{ 'x' * 10**10 }}": TOO_LARGE,
-    "{{ '{:9999999999}'.format(1) }}": TOO_LARGE,
-    "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": TOO_LARGE,
-    "{% for i in range(30) %}{{ 'x' * 1000000 }}{% endfor %}": "renders 30000000 characters",
+    # Python's internals
+    "{{ ''.__class__.__mro__ }}": "is refused: access to attribute '__class__' of 'str'",
+    "{{ '{0.__class__.x}'.format(1) }}": "is refused: access to attribute '__class__' of 'int'",
+    "{{ raise_exception.__globals__.x }}": "is refused: access to attribute '__globals__' of 'function'",
+    "{{ messages.append(1) }}": "is refused: access to attribute 'append' of 'list'",
 }  # fmt: skip
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:60])
-def test_bad_templates_are_refused_in_one_line(text, monkeypatch):
-    if BAD[text] == TOO_LONG:
-        monkeypatch.setattr(files.sandbox, "MAX_CPU_S", 0.1)
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    began = time.thread_time()
+def test_bad_templates_are_refused_in_one_line(text):
     with pytest.raises(ValueError) as caught:
         Template(text).render(messages=messages(TURNS, ANSWERS))
     message = one_line(caught)
     assert BAD[text] in message and message.isprintable() and len(message) < 500
-    assert time.thread_time() - began < 5
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
-
-
-def test_round_computes_no_huge_power():
-    text = "{{ 7|round(9999999999, 'floor') }} {{ 3.14159|round(2) }}"
-    assert Template(text).render() == "7.0 3.14"
 
 
 def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
@@ -431,46 +385,6 @@ def test_a_bad_template_is_refused_at_load(checkpoint, tmp_path):
         ) as caught:
             chat_template(path, tokenizer).stop_ids(tokenizer)
         assert str(path) in one_line(caught)
-
-
-def test_a_trace_function_survives(monkeypatch):
-    """A debugger's; and a rendering that fails leaves nothing behind."""
-    monkeypatch.setattr(files.sandbox, "MAX_CPU_S", 0.1)
-    watch = lambda frame, event, argument: None  # noqa: E731
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
-        with pytest.raises(ValueError, match=TOO_LONG):
-            Template(
-                "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-            ).render()
-        assert sys.gettrace() is watch
-    finally:
-        sys.settrace(before)
-
-
-def test_ordinary_text_is_never_refused():
-    """Numbers and formats in a user's text, and long conversations, meet no limit."""
-    reference = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
-    text = (
-        "{% set x = messages[0].content %}{{ '[INST] %s' % x }}{{ '{}: {}'.format(x, x) }}"
-        "{{ x|trim|replace('\\n', ' ')|tojson }}{{ x.strip(x[:9]) }}{{ x.split(' ')|join('  ') }}"
-        "{{ '=' * (x|length) }}{% set ns = namespace(x='') %}"
-        "{% for m in messages %}{% set ns.x = ns.x + m.content %}{% endfor %}{{ ns.x }}"
-    )
-    for user in ("What is 12345678 + 1? In %99999999d, {:99999999}", "9" * 5000, "🙂 <&>" * 15000):
-        said = messages([user] * 50, ["An answer."] * 50)
-        whole = {"conversations": [said], "chat_template": text, "add_generation_prompt": True}
-        assert Template(text).render(messages=said) == reference(**whole)[0][0]
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_long_conversations_are_within_the_limits(checkpoint, name):
-    template = own(checkpoint(name), system="Be brief.")
-    turns = ["word " * 200 for _ in range(301)]
-    began = time.thread_time()
-    assert len(template.render(turns, turns[1:])) > 601 * 900
-    assert time.thread_time() - began < files.sandbox.MAX_CPU_S / 4
 
 
 # ---------------------------------------------------------------------------------- fixed templates

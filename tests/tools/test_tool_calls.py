@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from test_chat import CHECKPOINTS, template_of  # noqa: E402
 from test_serve import Running  # noqa: E402
 from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
-import files.sandbox  # noqa: E402
 from files.chat import CHAT_TEMPLATES, chat_template  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import fresh  # noqa: E402
@@ -26,15 +24,6 @@ from run.options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
 from server.call_forms import NOTHING, Form, form_of  # noqa: E402
 from server.tool_calls import Finder, Tools, one_call_each  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once():
-    """A template is compiled once for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.sandbox, "Template", functools.cache(files.sandbox.Template))
-        yield
-
 
 CITY = {"type": "object", "properties": {"name": {"enum": ["Rome", "Oslo"]}}, "required": ["name"]}
 WEATHER = {

@@ -23,8 +23,7 @@ from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
 from files.chat import CHAT_TEMPLATES
 from files.eagle_variants import head_names
-from files.jinja import JinjaTemplate
-from files.sandbox import Template
+from files.jinja import JinjaTemplate, Template
 from files.tokenizer import Tokenizer
 from files.weights import load_model
 from helpers import (
