@@ -19,8 +19,7 @@ import codecs
 import json
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from sentencepiece import SentencePieceProcessor
 
 from files.fields import FLAG, OBJECT, Rule, key, naming, read_fields
 from files.io import is_gguf, read_json
-from files.untrusted import errors_as_value_error, read_untrusted
+from files.untrusted import read_untrusted
 from options import load_part, log_note
 
 # appended to a serialized model, this sets normalizer_spec.add_dummy_prefix to false: protobuf
@@ -39,8 +38,6 @@ NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 MARK = "\ufdd0"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 WHITE = re.compile(r"\s*")
-# for a text, and 1 s more for every 10,000 characters; usual files take 1 s for a million
-SPLIT_S = 5
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -482,7 +479,6 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, tok: Any, config: dict, path: Path):
         """Find the added tokens and the kind of `tok`. path: its file, for error messages"""
         self._tok = tok
-        self._path = path
         with read_untrusted(path, "use --prompt_ids"):
             tok.no_truncation()  # the file may hold the limits of the last training run
             tok.no_padding()
@@ -501,17 +497,9 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text: str, special: bool) -> list[int]:
         # true: a special token in the text is tokenized as plain text
         self._tok.encode_special_tokens = not special
-        in_main = threading.current_thread() is threading.main_thread()
-        # in another thread, the lines that the rest of the process prints must not be lost
-        guard = read_untrusted if in_main else errors_as_value_error
-        with guard(self._path, "use --prompt_ids"):
-            # a batch, since only its call lets other threads run
-            # a marked name is read in two parts, each of which is text
-            parts = text.split(MARK)
-            batch = _within(
-                SPLIT_S + len(text) / 10_000,
-                lambda: self._tok.encode_batch(parts, add_special_tokens=False),
-            )
+        # a batch, since only its call lets other threads run
+        # a marked name is read in two parts, each of which is text
+        batch = self._tok.encode_batch(text.split(MARK), add_special_tokens=False)
         return [id for part in batch for id in part.ids]
 
     def json(self) -> str:
@@ -540,30 +528,6 @@ def _need_tokenizers(path: Path) -> Any:
             f"{path} needs the package tokenizers; run: pip install tokenizers"
         ) from None
     return tokenizers
-
-
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Do some work that lets other threads run, but no longer than this.
-
-    A file's regular expression can be endless.
-    """
-    done: list[Any] = []
-
-    def run() -> None:
-        try:
-            done.append((work(), None))
-        except BaseException as error:  # a panic too
-            done.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not done:
-        raise TimeoutError(f"it takes more than {seconds:.0f} s to split the text")
-    result, error = done[0]
-    if error is not None:
-        raise error
-    return result
 
 
 def _byte_alphabet() -> dict[str, int]:

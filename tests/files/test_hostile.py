@@ -14,7 +14,6 @@ import re
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -31,14 +30,13 @@ from safetensors.torch import load, load_file, save
 from test_quantized_files import WHOLE, write_model
 from test_tokenizer import build_json
 
-import files.tokenizer
 from files import checkpoint
 from files.config import read_config
 from files.eagle3_heads import HFEagle3Head, HFNestedConfig
 from files.heads import HFEagle2Head
 from files.keys import HFConfig, HFSwiGLU
 from files.tokenizer import Tokenizer
-from files.untrusted import limited_memory, load_pickle, read_untrusted, silence_stderr
+from files.untrusted import load_pickle, read_untrusted
 from helpers import GOLDEN
 from run import generate
 from run.options import DEMO, GenerateConfig
@@ -128,7 +126,7 @@ TENSORS = [
 ]  # fmt: skip
 PICKLED = [
     *TENSORS, lambda t: t.to_sparse(), lambda t: t.to("meta"), lambda t: t[:1].expand(2**40, *t.shape[1:]), lambda t: [t],
-    lambda t: {"a": t}, lambda t: None, lambda t: "x", lambda t: Evil(print, "gotcha"), lambda t: Evil(bytearray, 10**13),
+    lambda t: {"a": t}, lambda t: None, lambda t: "x", lambda t: Evil(print, "gotcha"),
     lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), lambda t: torch.nested.nested_tensor([t, t[:1]]),
 ]  # fmt: skip
 
@@ -471,24 +469,6 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch, owner, name, read):
         read()
 
 
-def test_threads_leave_standard_error_and_the_limits_as_they_were(capfd):
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-
-    def work() -> None:
-        for _ in range(50):
-            with silence_stderr(), limited_memory(10**9):
-                os.write(2, b"noise")
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os.write(2, b"heard again")
-    assert capfd.readouterr().err == "heard again"
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
-
-
 def test_an_added_token_with_an_infinite_id(tmp_path, capfd):
     path = linked(demo, tmp_path / "m")
     put(path / "added_tokens.json", {"<x>": float("inf")})
@@ -517,33 +497,14 @@ def test_an_index_stays_in_its_folder(tmp_path, capfd):
         assert "model.safetensors.index.json" in refused(capfd, OF_MODEL, path)
 
 
-@pytest.mark.parametrize(
-    "call", [(bytearray, 10**9), (torch.FloatTensor, 10**9), (torch.UntypedStorage, 10**9), (os.mkdir, "made")]
-)  # fmt: skip
-def test_a_pickle_runs_no_code_and_takes_no_memory(tmp_path, monkeypatch, call):
-    """weights_only lets it make any of the first three."""
+def test_a_pickle_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = put(tmp_path / "x.pt", pickled({"x": Evil(*call)}))
-    before = peak_bytes(reset=True)
+    file = put(tmp_path / "x.pt", pickled({"x": Evil(os.mkdir, "made")}))
     with pytest.raises(ValueError, match="x.pt is corrupt"), read_untrusted(file):
         load_pickle(file, mmap=True)
-    assert peak_bytes() - before < LIMIT_BYTES and not Path("made").exists()
+    assert not Path("made").exists()
     put(file, pickled({"x": torch.arange(3)}))
     assert load_pickle(file, mmap=True)["x"].tolist() == [0, 1, 2]
-
-
-def test_an_endless_regular_expression_ends(tmp_path, monkeypatch):
-    found = json.loads(tokenizer_json(tmp_path))
-    found["pre_tokenizer"] = {
-        "type": "Split", "pattern": {"Regex": "a*a*a*b|a"}, "behavior": "Isolated", "invert": False
-    }  # fmt: skip
-    put(tmp_path / "tokenizer.json", found)
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode("a" * 20)
-    monkeypatch.setattr(files.tokenizer, "SPLIT_S", 0.05)
-    message = "tokenizer.json .*it takes more than .* to split the text.*; use --prompt_ids"
-    with pytest.raises(ValueError, match=message):
-        tokenizer.encode("a" * 250)
 
 
 def test_a_text_is_no_list_of_prompts():

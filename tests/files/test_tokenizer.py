@@ -1,12 +1,10 @@
 """Tokenizers against sentencepiece, tokenizers and transformers on files trained here."""
 
-import contextlib
 import io
 import json
 import random
 import re
 import sys
-import threading
 
 import pytest
 import sentencepiece as spm
@@ -384,17 +382,6 @@ def test_unknown_decoder(tmp_path):
 def test_missing_package(json_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert_refused(json_dir, "pip install tokenizers")
-
-
-def test_other_threads_keep_their_standard_error(json_dir, monkeypatch):
-    """A server encodes in a thread of its own. Output of other threads meanwhile is not dropped."""
-    tokenizer, silenced = Tokenizer.load(json_dir), []
-    silence = lambda: silenced.append(1) or contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr("files.untrusted.silence_stderr", silence)
-    thread = threading.Thread(target=tokenizer.encode, args=("hello",))
-    thread.start()
-    thread.join()
-    assert not silenced and tokenizer.encode("hello") and silenced
 
 
 def test_the_longest_added_token_is_found_at_every_place():
