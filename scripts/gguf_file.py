@@ -76,21 +76,6 @@ def stored(weight: Tensor, kind: str) -> tuple[np.ndarray, str]:
     return gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind]), kind
 
 
-def add_key(writer: Any, key: str, value: Any) -> None:
-    """Write a key, a whole number in the smallest common type that holds it."""
-    whole = writer.add_uint32
-    if type(value) is int and not 0 <= value < 2**32:
-        whole = writer.add_uint64 if value > 0 else writer.add_int64
-    add = {
-        bool: writer.add_bool,
-        int: whole,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    add[type(value)](key, value)
-
-
 def write(
     path: Path,
     architecture: str,
@@ -107,8 +92,13 @@ def write(
     except ImportError:
         raise ValueError(f"{path} needs the package gguf; run: pip install gguf") from None
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
+    kinds = gguf.GGUFValueType
     for key, value in metadata.items():
-        add_key(writer, key, value)
+        kind = kinds.get_type(value)
+        if type(value) is int:  # llama.cpp reads its numbers as unsigned ones
+            small = 0 <= value < 2**32
+            kind = kinds.UINT32 if small else kinds.INT64
+        writer.add_key_value(key, value, kind)
     for name, data, kind in tensors:
         writer.add_tensor(name, data, raw_dtype=kind and gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
