@@ -19,6 +19,7 @@ belongs to (files/weights.py).
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from files.checkpoint import Codes, TensorSource
 from files.quant_config import as_ours, read_stored_format
 from quantize import Int8
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the outputs 0 to 7 among the 8 codes of a number
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 NUMBERS = (torch.int32,)
@@ -46,26 +46,59 @@ IGNORED = (  # of activations and caches, behind the name of a layer
 )
 
 
-# ------------------------------------------------------------------------------------ unpacking
+class Layout(NamedTuple):
+    """The tensors of a weight, by what they are called behind the name of its layer.
 
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the codes of 4 or 8 bits in each number, the lowest first.
-
-    packed: [R, C] int32. Returns: [R, 32 / bits C] int8, less half the number of codes.
+    Codes of 4 or 8 bits lie in words of 32 bits, the first in the lowest bits.
     """
-    parts = packed.contiguous().view(torch.uint8)  # [R, 4 C]
+
+    codes: str
+    scale: str
+    zero: str = ""
+    index: str = ""  # the group of each input
+    shape: str = ""
+    axis: int | None = None  # of `codes`, along which words hold codes; None: they are numbers
+    zero_axis: int = 0  # of `zero`; its words go along the outputs
+    groups_first: bool = False  # scales are [K / G, N], and codes along outputs are [K, N]
+    order: tuple[int, ...] = ()  # places of the codes 0 to 7 in a word; (): ascending
+    needs_zero: bool = False  # where weights are symmetric, too
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The tensors without which there is no weight."""
+        return (self.codes, self.scale, self.zero)[: 2 + self.needs_zero]
+
+
+LAYOUTS = {
+    "gptq": Layout(
+        "qweight", "scales", "qzeros", "g_idx",
+        axis=0, zero_axis=1, groups_first=True, needs_zero=True,
+    ),
+    "awq": Layout(
+        "qweight", "scales", "qzeros",
+        axis=1, zero_axis=1, groups_first=True, needs_zero=True, order=(0, 4, 1, 5, 2, 6, 3, 7),
+    ),
+    "packed": Layout(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape",
+        axis=1,
+    ),
+    "plain": Layout("weight", "weight_scale", "weight_zero_point"),
+    "fp8": Layout("weight", "weight_scale_inv"),  # it is multiplied with, like any other scale
+}  # fmt: skip
+
+
+def unpack(packed: Tensor, bits: int, axis: int, order: tuple[int, ...] = ()) -> Tensor:
+    """Unpack the codes in words along an axis, which becomes the last one.
+
+    packed: [R, C] int32. Returns: [C or R, codes] int8, less half the number of codes.
+    """
+    parts = packed.movedim(axis, -1).contiguous().view(torch.uint8)
     if bits == 4:
         parts = torch.stack((parts & 15, parts >> 4), -1).flatten(1)
-    return parts.sub(2 ** (bits - 1)).view(torch.int8)
-
-
-def unpack_awq(packed: Tensor) -> Tensor:
-    """Unpack codes of 4 bits in AWQ's order.
-
-    packed: [R, N/8] int32. Returns: [R, N] int8 in -8 .. 7.
-    """
-    return unpack(packed, 4).unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1)
+    codes = parts.sub(2 ** (bits - 1)).view(torch.int8)
+    if order:
+        codes = codes.unflatten(1, (-1, len(order)))[..., list(order)].flatten(1)
+    return codes
 
 
 def decode_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
@@ -83,22 +116,6 @@ def decode_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return value
 
 
-# ---------------------------------------------------------------------------------------- files
-
-
-# a weight's tensors behind the name of its layer: the required ones, and the optional ones
-LAYOUTS = {
-    "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
-    "awq": (("qweight", "qzeros", "scales"), ()),
-    "packed": (
-        ("weight_packed", "weight_scale"),
-        ("weight_shape", "weight_zero_point", "weight_g_idx"),
-    ),
-    "plain": (("weight", "weight_scale"), ("weight_zero_point",)),
-    "fp8": (("weight", "weight_scale_inv"), ()),  # the scale is multiplied with, like any other
-}
-
-
 class QuantizedFiles(TensorSource):
     """The tensors of a directory that others quantized.
 
@@ -114,12 +131,11 @@ class QuantizedFiles(TensorSource):
         self.files = files
         self.recipe = read_stored_format(files.config, files.path)
         self.config = as_ours(files.config, files.path)
-        self.needed, optional = LAYOUTS[self.recipe.layout]
-        if self.recipe.layout == "fp8":
-            scale = self.needed[1]
-            if not any(name.endswith(scale) for name in files.readers):
-                self.needed = LAYOUTS["plain"][0]  # AutoFP8's name
-        layers = self._quantized_layers((*self.needed, *optional))
+        self.layout = LAYOUTS[self.recipe.layout]
+        scale = self.layout.scale
+        if self.recipe.layout == "fp8" and not any(n.endswith(scale) for n in files.readers):
+            self.layout = LAYOUTS["plain"]  # AutoFP8's names
+        layers = self._quantized_layers()
         used = {f"{layer}.{part}" for layer, parts in layers.items() for part in parts}
         rest = [name for name in files.readers if name not in used]
         kept = [name for name in rest if name.rpartition(".")[2] not in IGNORED]
@@ -136,15 +152,21 @@ class QuantizedFiles(TensorSource):
         if notes:
             self.note = f"{self.path}: {'; '.join(notes)}"
 
-    def _quantized_layers(self, names: tuple[str, ...]) -> dict[str, set[str]]:
-        """Return the tensors of each quantized layer. names: of the parts that it may have
+    def _quantized_layers(self) -> dict[str, set[str]]:
+        """Return the tensors of each quantized layer.
 
         Raises: ValueError where there is no such layer, or one lacks a tensor.
         """
-        needed = self.needed
-        layers = _layers(self.files, names)
-        if needed[0] == "weight":  # a layer that is not quantized has one too
-            layers = {layer: parts for layer, parts in layers.items() if parts != {"weight"}}
+        form = self.layout
+        needed = form.needed
+        of_weight = {*needed, form.zero, form.index, form.shape}
+        layers: dict[str, set[str]] = {}
+        for name in self.files.readers:
+            layer, _, part = name.rpartition(".")
+            if part in of_weight:
+                layers.setdefault(layer, set()).add(part)
+        # a layer that is not quantized has a weight too
+        layers = {layer: parts for layer, parts in layers.items() if parts != {"weight"}}
         if not layers:
             raise ValueError(
                 f"{self.path}: config.json says {self.recipe.method}, and no weight has "
@@ -176,19 +198,49 @@ class QuantizedFiles(TensorSource):
 
     def _codes(self, layer: str, parts: set[str]) -> Codes:
         """Read a quantized weight, with the file's own groups."""
-        if self.recipe.symmetric and "weight_zero_point" in parts:  # of older files
+        recipe = self.recipe
+        form = self.layout
+        if recipe.symmetric and "weight_zero_point" in parts:  # of older files
             self._check_zeros(layer, self.files.read(f"{layer}.weight_zero_point").float())
-        if self.recipe.format == "fp8":
+        if recipe.format == "fp8":
             return Codes(*Int8.encode(self.decoded(layer), 0))
-        readers = {"gptq": self._gptq, "awq": self._awq, "packed": self._packed}
-        reader = readers.get(self.recipe.layout, self._plain)
-        codes, scale, zero = reader(layer, parts)
-        if self.recipe.symmetric and zero is not None:
+        codes = self._numbers(layer)
+        outputs, inputs = codes.shape
+        groups = self._groups(layer, inputs)
+        if form.shape in parts:
+            self._check_shape(f"{layer}.{form.shape}", outputs, inputs)
+        scale = self._scale(layer, outputs, groups)
+        if form.index in parts:
+            self._check_order(f"{layer}.{form.index}", inputs, groups)
+        zero = None
+        if form.needs_zero or not recipe.symmetric:
+            zero = self._zero(layer, outputs, groups)
+        if recipe.symmetric and zero is not None:
             self._check_zeros(layer, zero)
             zero = None
-        if self.recipe.format == "int8" and zero is None and scale.shape[1] == 1:
+        if recipe.format == "int8" and zero is None and groups == 1:
             scale = scale.float().flatten()  # of each output, as our own
         return Codes(codes, scale, zero)
+
+    def _numbers(self, layer: str) -> Tensor:
+        """Read the codes of a weight, [N, K] int8."""
+        form = self.layout
+        name = f"{layer}.{form.codes}"
+        if form.axis is None:
+            return self._read(name, (torch.int8,), (-1, -1))
+        codes = unpack(self._read(name, NUMBERS, (-1, -1)), self.bits, form.axis, form.order)
+        along_outputs = form.groups_first and form.axis == 1
+        return codes.T.contiguous() if along_outputs else codes
+
+    def _zero(self, layer: str, outputs: int, groups: int) -> Tensor:
+        """Read the zero points of a weight, [N, K / G] int8."""
+        form = self.layout
+        words = -(-outputs * self.bits // 32)
+        shape = (groups, words) if form.zero_axis == 1 else (words, groups)
+        packed = self._read(f"{layer}.{form.zero}", NUMBERS, shape)
+        if self.recipe.less_one:  # all codes of a word at once, as one was subtracted from them
+            packed = packed + (0x11111111 if self.bits == 4 else 0x01010101)
+        return unpack(packed, self.bits, form.zero_axis, form.order)[:, :outputs].T
 
     def _check_zeros(self, layer: str, zeros: Tensor) -> None:
         if zeros.any():
@@ -197,53 +249,11 @@ class QuantizedFiles(TensorSource):
                 "and this weight has zero points; correct config.json"
             )
 
-    def _gptq(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor]:
-        bits = self.bits
-        packed = self._read(f"{layer}.qweight", NUMBERS, (-1, -1))  # [K bits / 32, N]
-        inputs = 32 // bits * packed.shape[0]
-        outputs = packed.shape[1]
-        groups = self._groups(layer, inputs)
-        scale = self._read(f"{layer}.scales", HALVES, (groups, outputs))
-        zero = self._read(f"{layer}.qzeros", NUMBERS, (groups, -(-outputs * bits // 32)))
-        if "g_idx" in parts:
-            self._check_order(f"{layer}.g_idx", inputs, groups)
-        if self.recipe.less_one:  # all codes of a number at once, as one was subtracted from them
-            zero = zero + (0x11111111 if bits == 4 else 0x01010101)
-        zero = unpack(zero, bits)
-        return unpack(packed.T, bits), scale.T, zero[:, :outputs].T
-
-    def _awq(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor]:
-        packed = self._read(f"{layer}.qweight", NUMBERS, (-1, -1))  # [K, N / 8]
-        inputs, columns = packed.shape
-        groups = self._groups(layer, inputs)
-        scale = self._read(f"{layer}.scales", HALVES, (groups, 8 * columns))
-        zero = self._read(f"{layer}.qzeros", NUMBERS, (groups, columns))
-        return unpack_awq(packed).T.contiguous(), scale.T, unpack_awq(zero).T
-
-    def _packed(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-        bits = self.bits
-        packed = self._read(f"{layer}.weight_packed", NUMBERS, (-1, -1))  # [N, K bits / 32]
-        outputs = len(packed)
-        inputs = 32 // bits * packed.shape[1]
-        groups = self._groups(layer, inputs)
-        scale = self._scale(layer, outputs, groups)
-        self._check_shape(layer, parts, (outputs, inputs))
-        if "weight_g_idx" in parts:
-            self._check_order(f"{layer}.weight_g_idx", inputs, groups)
-        if self.recipe.symmetric:
-            return unpack(packed, bits), scale, None
-        shape = (-(-outputs * bits // 32), groups)
-        zero = self._read(f"{layer}.weight_zero_point", NUMBERS, shape)
-        return unpack(packed, bits), scale, unpack(zero.T, bits)[:, :outputs].T
-
-    def _plain(self, layer: str, parts: set[str]) -> tuple[Tensor, Tensor, None]:
-        codes = self._read(f"{layer}.weight", (torch.int8,), (-1, -1))
-        outputs, inputs = codes.shape
-        return codes, self._scale(layer, outputs, self._groups(layer, inputs)), None
-
     def _scale(self, layer: str, outputs: int, groups: int) -> Tensor:
-        """Read scales of compressed-tensors, [N, K / G]; those of int8 outputs may be fp32."""
-        name = f"{layer}.weight_scale"
+        """Read the scales of a weight, [N, K / G]; those of int8 outputs may be fp32."""
+        name = f"{layer}.{self.layout.scale}"
+        if self.layout.groups_first:
+            return self._read(name, HALVES, (groups, outputs)).T
         if groups > 1 or self.bits == 4 or not self.recipe.symmetric:
             return self._read(name, HALVES, (outputs, groups))
         scale = self._read(name, FLOATS, (outputs, 1), (outputs,), (1,), ())
@@ -261,7 +271,7 @@ class QuantizedFiles(TensorSource):
             shapes = [(-(-outputs // block[0]), -(-inputs // block[1]))]
         else:
             shapes = [(outputs, 1), (outputs,), (1,), ()]
-        scale = self._read(f"{layer}.{self.needed[1]}", FLOATS, *shapes)
+        scale = self._read(f"{layer}.{self.layout.scale}", FLOATS, *shapes)
         if not block:
             block = (outputs // scale.numel(), inputs)
             scale = scale.view(-1, 1)
@@ -309,14 +319,12 @@ class QuantizedFiles(TensorSource):
                 "use a checkpoint without, or the original with --quant int4"
             )
 
-    def _check_shape(self, layer: str, parts: set[str], shape: tuple[int, int]) -> None:
-        if "weight_shape" not in parts:
-            return
-        stored = self._read(f"{layer}.weight_shape", (torch.int64, torch.int32), (2,)).tolist()
-        if stored != list(shape):
+    def _check_shape(self, name: str, outputs: int, inputs: int) -> None:
+        stored = self._read(name, (torch.int64, torch.int32), (2,)).tolist()
+        if stored != [outputs, inputs]:
             raise ValueError(
-                f"{self.path}: {layer}.weight_shape says {stored}, "
-                f"and weight_packed holds {list(shape)}; download it again"
+                f"{self.path}: {name} says {stored}, and {self.layout.codes} holds "
+                f"{[outputs, inputs]}; download it again"
             )
 
 
@@ -325,13 +333,3 @@ def _has_shape(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     if len(shape) != tensor.dim():
         return False
     return all(want == n or want < 0 < n for want, n in zip(shape, tensor.shape))
-
-
-def _layers(files: TensorSource, parts: tuple[str, ...]) -> dict[str, set[str]]:
-    """Return the parts that each layer has."""
-    layers: dict[str, set[str]] = {}
-    for name in files.readers:
-        layer, _, part = name.rpartition(".")
-        if part in parts:
-            layers.setdefault(layer, set()).add(part)
-    return layers

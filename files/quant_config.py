@@ -9,19 +9,39 @@ whatever the files say; the scales of activations and of KV caches are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from files.checkpoint import METHOD, foreign_quantization
 from files.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
 from quantize import GROUPS
 
-GROUP = integer(-1, 2**20)
+
+def one_of(*values: Any) -> Rule:
+    """Return the rule for one of some values; texts in any case."""
+    holds = {str(value).lower() for value in values}
+    named = " or ".join(map(str, values)) or "left out"
+    return Rule(named, lambda v: str(v).lower() in holds)
+
+
+GROUP = Rule(
+    "a multiple of 32, or -1, a scale per output",
+    lambda v: type(v) is int and (v == -1 or v > 0 and v % GROUPS[0] == 0),
+)
 BLOCK = Rule(
     "two whole numbers from 1 on",
     lambda v: type(v) is list and len(v) == 2 and all(integer(1, 2**20).holds(size) for size in v),
 )
+DYNAMIC = Rule(
+    "left out, as layers in several formats are not supported",
+    lambda v: type(v) is dict and all(pattern.startswith("-:") for pattern in v),
+)
+DENSE = Rule(
+    "left out, or of the format dense",
+    lambda v: type(v) is dict and v.get("format") in (None, "dense"),
+)
+NO_GROUPS = Rule("left out", lambda v: type(v) is dict and not v.get("config_groups"))
 
 
 @dataclass(frozen=True)
@@ -57,50 +77,129 @@ class MethodKey:
 
 @dataclass(frozen=True)
 class Gptq:
-    """The keys of GPTQ that are read."""
+    """The keys of GPTQ that are read, with the values that are supported."""
 
-    bits: int = key(integer(1, 64))
+    bits: int = key(one_of(4, 8))
     group_size: int = key(GROUP)
     sym: bool = key(FLAG, False)  # missing: by the stored zero points
-    checkpoint_format: str = key(TEXT, "")
-    format: str = key(TEXT, "")  # another name of it
-    is_marlin_format: bool = key(FLAG, False)
-    pack_dtype: str = key(TEXT, "int32")
-    rotation: str = key(TEXT, "")
+    checkpoint_format: str = key(one_of("gptq", "gptq_v2"), "")
+    format: str = key(one_of("gptq", "gptq_v2"), "")  # another name of it
+    is_marlin_format: bool = key(one_of(False), False)
+    pack_dtype: str = key(one_of("int32"), "int32")
+    rotation: str = key(one_of(""), "")
     # pattern -> the differences in the layers that it names; "-:" none
-    dynamic: dict | None = key(OBJECT, None)
+    dynamic: dict | None = key(DYNAMIC, None)
+
+    def stored(self) -> StoredFormat:
+        """Return the format."""
+        form = self.checkpoint_format or self.format or "gptq"
+        if (self.format or form).lower() != form.lower():
+            both = f"they are {self.checkpoint_format} and {self.format}"
+            raise NotSupported(f"checkpoint_format and format must be equal; {both}")
+        return StoredFormat(
+            method="gptq",
+            layout="gptq",
+            format=f"int{self.bits}",
+            group_size=max(self.group_size, 0),
+            symmetric=self.sym,
+            less_one=form.lower() == "gptq",
+        )
 
 
 @dataclass(frozen=True)
 class Awq:
     """The keys of AWQ that are read; the second names are those of older files."""
 
-    bits: int | None = key(integer(1, 64), None)
-    w_bit: int = key(integer(1, 64), 4)
+    bits: int = key(one_of(4), 4)
+    w_bit: int = key(one_of(4), 4)
     group_size: int | None = key(GROUP, None)
     q_group_size: int = key(GROUP, 128)
     zero_point: bool = key(FLAG, True)
-    version: str = key(TEXT, "")
-    format: str = key(TEXT, "")
+    version: str = key(one_of("gemm"), "gemm")
+    format: str = key(one_of("gemm"), "gemm")
+
+    def stored(self) -> StoredFormat:
+        """Return the format."""
+        size = self.q_group_size if self.group_size is None else self.group_size
+        return StoredFormat(
+            method="awq",
+            layout="awq",
+            format="int4",
+            group_size=max(size, 0),
+            symmetric=not self.zero_point,
+        )
 
 
 @dataclass(frozen=True)
 class Fp8:
     """The keys of `quant_method` fp8 that are read."""
 
-    fmt: str = key(TEXT, "e4m3")
-    scale_fmt: str = key(TEXT, "float")
+    fmt: str = key(one_of("e4m3"), "e4m3")
+    scale_fmt: str = key(one_of("float"), "float")
     weight_block_size: list | None = key(BLOCK, None)
+
+    def stored(self) -> StoredFormat:
+        """Return the format."""
+        block = tuple(self.weight_block_size) if self.weight_block_size else None
+        return StoredFormat(method="fp8", layout="fp8", format="fp8", block=block)
+
+
+# format of compressed-tensors, kind of number and bits -> our layout and format
+COMPRESSED = {
+    ("pack-quantized", "int", 4): ("packed", "int4"),
+    ("pack-quantized", "int", 8): ("packed", "int8"),
+    ("int-quantized", "int", 8): ("plain", "int8"),
+    ("naive-quantized", "int", 8): ("plain", "int8"),
+    ("naive-quantized", "float", 8): ("plain", "fp8"),
+    ("float-quantized", "float", 8): ("plain", "fp8"),
+}
+STRATEGIES = {  # of compressed-tensors, by our name of the format
+    "int4": ("group", "channel"),
+    "int8": ("group", "channel", "tensor"),
+    "fp8": ("channel", "tensor", "block"),
+}
 
 
 @dataclass(frozen=True)
-class Compressed:
-    """The keys of compressed-tensors that are read."""
+class Weights:
+    """The keys of `weights` in a scheme of compressed-tensors."""
 
-    format: str = key(TEXT)
-    config_groups: dict = key(OBJECT)
-    sparsity_config: dict | None = key(OBJECT, None)
-    transform_config: dict | None = key(OBJECT, None)
+    num_bits: int = key(integer(1, 64), 8)
+    type: str = key(TEXT, "int")
+    symmetric: bool = key(FLAG, True)
+    strategy: str = key(TEXT, "")
+    group_size: int | None = key(GROUP, None)
+    block_structure: list | None = key(BLOCK, None)
+
+    @property
+    def kind(self) -> str:
+        """The strategy, also where config.json has none."""
+        by_size = {None: "tensor", -1: "channel"}.get(self.group_size, "group")
+        return self.strategy or by_size
+
+    def stored(self, packing: str) -> StoredFormat:
+        """Return the format. packing: the format of compressed-tensors"""
+        found = f"{packing} of {self.type} with {self.num_bits} bits"
+        if (packing, self.type, self.num_bits) not in COMPRESSED:
+            known = ", ".join(f"{p} of {t} with {b} bits" for p, t, b in COMPRESSED)
+            raise NotSupported(f"format must be one of {known}; it is {found}")
+        layout, format = COMPRESSED[packing, self.type, self.num_bits]
+        if self.kind not in STRATEGIES[format]:
+            allowed = " or ".join(STRATEGIES[format])
+            raise NotSupported(f"the strategy of {found} must be {allowed}; it is {self.kind}")
+        if not self.symmetric and layout != "packed":
+            raise NotSupported(f"{found} must be symmetric")
+        needed = {"group": "group_size", "block": "block_structure"}.get(self.kind)
+        if needed and getattr(self, needed) is None:
+            raise ValueError(f"the key {needed!r} is missing")
+        return StoredFormat(
+            method="compressed-tensors",
+            layout=layout,
+            format=format,
+            group_size=max(self.group_size, 0) if self.kind == "group" else 0,
+            symmetric=self.symmetric,
+            block=tuple(self.block_structure) if self.kind == "block" else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -112,179 +211,27 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The keys of `weights` in a scheme."""
+class Compressed:
+    """The keys of compressed-tensors that are read."""
 
-    num_bits: int = key(integer(1, 64), 8)
-    type: str = key(TEXT, "int")
-    symmetric: bool = key(FLAG, True)
-    strategy: str = key(TEXT, "")
-    group_size: int | None = key(GROUP, None)
-    block_structure: list | None = key(BLOCK, None)
+    format: str = key(TEXT)
+    config_groups: dict = key(OBJECT)
+    sparsity_config: dict | None = key(DENSE, None)
+    transform_config: dict | None = key(NO_GROUPS, None)
 
-
-def _refuse(holds: bool, rule: str) -> None:
-    """Raises: NotSupported where the rule does not hold."""
-    if not holds:
-        raise NotSupported(rule)
-
-
-def _group(size: int) -> int:
-    """Return a stored group size as `StoredFormat` has it.
-
-    Raises: NotSupported for one that no group of ours divides.
-    """
-    rule = "a group size must be a multiple of 32, or -1, a scale per output"
-    _refuse(size == -1 or size > 0 and size % GROUPS[0] == 0, f"{rule}; it is {size}")
-    return max(size, 0)
+    def stored(self) -> StoredFormat:
+        """Return the format, the one of all groups of layers."""
+        schemes = []
+        for group in self.config_groups.values():
+            scheme = read_fields(group if isinstance(group, dict) else {}, Scheme)
+            schemes.append((scheme.format or self.format, read_fields(scheme.weights, Weights)))
+        if not schemes or any(scheme != schemes[0] for scheme in schemes):
+            raise NotSupported(f"config_groups must be one scheme; it holds {len(schemes)}")
+        packing, weights = schemes[0]
+        return weights.stored(packing)
 
 
-def _agreed(first: tuple[str, str], second: tuple[str, str], default: str) -> str:
-    """Return the value of two keys of one meaning, in lower case.
-
-    first, second: name and value; "": not given
-    """
-    first_name, first_value = first
-    second_name, second_value = second
-    if first_value and second_value:
-        _refuse(
-            first_value.lower() == second_value.lower(),
-            f"{first_name} and {second_name} must be equal; "
-            f"they are {first_value} and {second_value}",
-        )
-    return (first_value or second_value or default).lower()
-
-
-def _gptq(raw: dict) -> StoredFormat:
-    hf = read_fields(raw, Gptq)
-    form = _agreed(("checkpoint_format", hf.checkpoint_format), ("format", hf.format), "gptq")
-    _refuse(hf.bits in (4, 8), f"GPTQ is supported with 4 and 8 bits; it has {hf.bits}")
-    forms = ("gptq", "gptq_v2")
-    _refuse(form in forms, f"checkpoint_format, or format, must be one of {forms}; it is {form}")
-    _refuse(
-        not hf.is_marlin_format,
-        "GPTQ in Marlin's layout (is_marlin_format: true) is not supported",
-    )
-    _refuse(hf.pack_dtype == "int32", f"pack_dtype must be int32; it is {hf.pack_dtype}")
-    _refuse(not hf.rotation, f"GPTQ with a rotation ({hf.rotation}) is not supported")
-    other = next((pattern for pattern in hf.dynamic or {} if not pattern.startswith("-:")), None)
-    _refuse(other is None, f"layers in several formats are not supported; `dynamic` has {other}")
-    return StoredFormat(
-        method="gptq",
-        layout="gptq",
-        format=f"int{hf.bits}",
-        group_size=_group(hf.group_size),
-        symmetric=hf.sym,
-        less_one=form == "gptq",
-    )
-
-
-def _awq(raw: dict) -> StoredFormat:
-    hf = read_fields(raw, Awq)
-    bits = hf.bits or hf.w_bit
-    group_size = hf.group_size
-    if group_size is None:
-        group_size = hf.q_group_size
-    _refuse(bits == 4, f"AWQ is supported with 4 bits; it has {bits}")
-    version = _agreed(("version", hf.version), ("format", hf.format), "gemm")
-    _refuse(version == "gemm", f"AWQ must be of the version gemm; it is {version}")
-    return StoredFormat(
-        method="awq",
-        layout="awq",
-        format="int4",
-        group_size=_group(group_size),
-        symmetric=not hf.zero_point,
-    )
-
-
-def _fp8(raw: dict) -> StoredFormat:
-    hf = read_fields(raw, Fp8)
-    _refuse(hf.fmt == "e4m3", f"FP8 must be of the form e4m3; it is {hf.fmt}")
-    _refuse(hf.scale_fmt == "float", f"scale_fmt must be float; it is {hf.scale_fmt}")
-    block = None
-    if hf.weight_block_size:
-        block = tuple(hf.weight_block_size)
-    return StoredFormat(method="fp8", layout="fp8", format="fp8", block=block)
-
-
-def _compressed(raw: dict) -> StoredFormat:
-    hf = read_fields(raw, Compressed)
-    for name, inner_name in (("sparsity_config", "format"), ("transform_config", "config_groups")):
-        value = (getattr(hf, name) or {}).get(inner_name)
-        _refuse(
-            value in (None, {}, "dense"),
-            f"{name} with {inner_name} {str(value)[:40]} is not supported",
-        )
-    schemes = []
-    for group in hf.config_groups.values():
-        schemes.append(read_fields(group if isinstance(group, dict) else {}, Scheme))
-    stored = []
-    for scheme in schemes:
-        stored.append((scheme.format or hf.format, read_fields(scheme.weights, Weights)))
-    is_one = bool(stored) and all(each == stored[0] for each in stored)
-    _refuse(is_one, f"config_groups must be one scheme; it holds {len(stored)}")
-    packing, weights = stored[0]
-    bits = f"{weights.type} with {weights.num_bits} bits"
-    formats = COMPRESSED.get(packing)
-    _refuse(formats is not None, f"format must be one of {', '.join(COMPRESSED)}; it is {packing}")
-    _refuse(bits in formats, f"{packing} is supported as {' or '.join(formats)}; it is {bits}")
-    format = formats[bits]
-    strategy = weights.strategy or _default_strategy(weights.group_size)
-    allowed = STRATEGIES[format]
-    _refuse(
-        strategy in allowed, f"the strategy of {bits} must be one of {allowed}; it is {strategy}"
-    )
-    has_zeros = format == "int4" or packing == "pack-quantized"
-    _refuse(weights.symmetric or has_zeros, f"{bits} must be symmetric")
-    block = None
-    if strategy == "block":
-        if weights.block_structure is None:
-            raise ValueError("the key 'block_structure' is missing")
-        block = tuple(weights.block_structure)
-    group_size = 0
-    if strategy == "group":
-        if weights.group_size is None:
-            raise ValueError("the key 'group_size' is missing")
-        group_size = _group(weights.group_size)
-    layout = "plain"
-    if packing == "pack-quantized":
-        layout = "packed"
-    return StoredFormat(
-        method="compressed-tensors",
-        layout=layout,
-        format=format,
-        group_size=group_size,
-        symmetric=weights.symmetric,
-        block=block,
-    )
-
-
-def _default_strategy(group_size: int | None) -> str:
-    """Return the strategy where config.json has none."""
-    if group_size is None:
-        return "tensor"
-    if group_size == -1:
-        return "channel"
-    return "group"
-
-
-COMPRESSED = {  # format of compressed-tensors -> its content -> our name for that
-    "pack-quantized": {"int with 4 bits": "int4", "int with 8 bits": "int8"},
-    "int-quantized": {"int with 8 bits": "int8"},
-    "float-quantized": {"float with 8 bits": "fp8"},
-    "naive-quantized": {"float with 8 bits": "fp8", "int with 8 bits": "int8"},
-}
-STRATEGIES = {  # of compressed-tensors, by our name of the format
-    "int4": ("group", "channel"),
-    "int8": ("group", "channel", "tensor"),
-    "fp8": ("channel", "tensor", "block"),
-}
-METHODS: dict[str, Callable[[dict], StoredFormat]] = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "compressed-tensors": _compressed,
-    "fp8": _fp8,
-}
+METHODS = {"gptq": Gptq, "awq": Awq, "compressed-tensors": Compressed, "fp8": Fp8}
 
 
 def read_stored_format(raw: dict, path: Path) -> StoredFormat:
@@ -303,9 +250,15 @@ def read_stored_format(raw: dict, path: Path) -> StoredFormat:
             # its older files leave the name out
             quantization = quantization | {"quant_method": "bitsandbytes"}
         method = read_fields(quantization, MethodKey).quant_method
-        rule = f"checkpoints quantized with {method} are not supported, only {', '.join(METHODS)}"
-        _refuse(method in METHODS, rule)
-        return METHODS[method](quantization)
+        if method not in METHODS:
+            known = ", ".join(METHODS)
+            raise NotSupported(
+                f"checkpoints quantized with {method} are not supported, only {known}"
+            )
+        try:
+            return read_fields(quantization, METHODS[method]).stored()
+        except ValueError as error:  # no correction of the file would help
+            raise NotSupported(str(error)) from None
 
 
 def as_ours(raw: dict, path: Path) -> dict:

@@ -324,26 +324,32 @@ def _quantized_by_others(
 ) -> set[str]:
     """Return the linear weights that others quantized, in part if a GGUF file holds them.
 
-    Raises: ValueError for another quantized weight, or a layer that is quantized in part.
+    In other files a weight becomes numbers where it is no linear layer's, or where another one that
+    is of the same layer here is not quantized.
+    Writes: the readers of `files`.
     """
     layers = set()
+    widened = []
     for ours, theirs in names.items():
         codes = [name for name in theirs if name in files.quantized]
-        rest = [name for name in theirs if name in files.readers]
-        if codes and ours not in linear and not is_gguf(files.path):
-            raise ValueError(
-                f"{files.path}: {codes[0]} is quantized, and only linear layers may be; "
-                "use another checkpoint"
-            )
-        if codes and rest and not is_gguf(files.path):
-            files.read(rest[0])  # one in codes that lacks its scale is refused for that
-            raise ValueError(
-                f"{files.path}: {codes[0]} is quantized and {rest[0]} is not, "
-                "and they are one layer here; use another checkpoint"
-            )
-        if codes and ours in linear:
-            layers.add(ours)
+        if not codes:
+            continue
+        if is_gguf(files.path) or (ours in linear and len(codes) == len(theirs)):
+            if ours in linear:
+                layers.add(ours)
+            continue
+        for name in codes:
+            read = files.quantized.pop(name)
+            files.readers[name] = partial(_numbers, read)
+        widened += codes
+    if widened:
+        of_layers = f"{len(widened)} weight(s) of layers that are quantized in part are converted"
+        log_note(f"{files.path}: {of_layers}: {some(widened)}")
     return layers
+
+
+def _numbers(read: Callable[[], Codes]) -> Tensor:
+    return read().numbers()
 
 
 def _check_memory(

@@ -443,6 +443,28 @@ def test_all_layers_in_one_call(tmp_path, keep):
     check_layers(engine.target, weight_names(engine.target.config), weights)
 
 
+def test_a_layer_that_is_quantized_in_part_becomes_numbers(tmp_path, capsys):
+    """q without k and v, which are one layer here; and an embedding, which is no linear layer."""
+    out = tmp_path / "m"
+    weights = write_model(out, WHOLE["int8"], PAIR[0], keep=("k_proj", "v_proj"))
+    codes = torch.ones(97, 64, dtype=torch.int8)
+    add_tensors(
+        out,
+        **{
+            "model.embed_tokens.weight": codes,
+            "model.embed_tokens.weight_scale": torch.full((97, 1), 0.5),
+        },
+    )
+    model = load_model(out)
+    assert (
+        "5 weight(s) of layers that are quantized in part are converted" in capsys.readouterr().err
+    )
+    assert not model.layers[0].wqkv.packed and model.layers[0].w2.packed
+    expected = weights["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(model.layers[0].wqkv.weight[: len(expected)], expected)
+    assert (model.embedding.weight == 0.5).all()
+
+
 def test_zeros_where_a_model_has_no_bias_are_no_mistake(tmp_path):
     """As AutoGPTQ wrote them (AutoGPTQ issue 555)."""
     out = tmp_path / "m"
@@ -607,24 +629,18 @@ def with_nan(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def half_fused(config: dict, tensors: dict) -> None:
-    for part in ("qweight", "qzeros", "scales", "g_idx"):
-        del tensors[UP + part]
-    tensors[UP + "weight"] = torch.zeros(160, 64)
-
-
 BAD = {  # layout, what is done to it, what the line says
     "method": ("gptq", said(quant_method="bitsandbytes"), "quantized with bitsandbytes are not supported, only gptq, awq"),
     "no method": ("gptq", said(quant_method=None), "the key 'quant_method' is missing"),
-    "3 bits": ("gptq", said(bits=3), "GPTQ is supported with 4 and 8 bits; it has 3"),
+    "3 bits": ("gptq", said(bits=3), "bits must be 4 or 8; it is 3"),
     "8 bits": ("gptq", said(bits=8), r"proj.scales must be .* of shape \[1, 64\]; it is float16 \[2, 64\]: .*use the config"),
     "no bits": ("gptq", said(bits=None), "the key 'bits' is missing"),
     "unnamed": ("gptq", unnamed, "quantized with bitsandbytes are not supported, only gptq, awq"),
-    "marlin": ("gptq", said(checkpoint_format="marlin"), "checkpoint_format, or format, must be one of .*; it is marlin"),
-    "marlin layout": ("gptq", said(is_marlin_format=True), "Marlin's layout .is_marlin_format: true. is not supported"),
+    "marlin": ("gptq", said(checkpoint_format="marlin"), "checkpoint_format must be gptq or gptq_v2; it is .marlin"),
+    "marlin layout": ("gptq", said(is_marlin_format=True), "is_marlin_format must be False; it is True"),
     "two versions": ("gptq", said(format="gptq_v2"), "checkpoint_format and format must be equal; they are gptq and gptq_v2"),
-    "dynamic": ("gptq", said(dynamic={"-:lm_head": {}, "+:.*mlp.*": {"bits": 8}}), "several formats .*`dynamic` has .:.*mlp"),
-    "group": ("gptq", said(group_size=48), "a group size must be a multiple of 32, or -1, .*; it is 48"),
+    "dynamic": ("gptq", said(dynamic={"-:lm_head": {}, "+:.*mlp.*": {"bits": 8}}), "dynamic must be left out, as layers in several formats are not supported; .*mlp"),
+    "group": ("gptq", said(group_size=48), "group_size must be a multiple of 32, or -1, .*; it is 48"),
     "other group": ("gptq", said(group_size=-1), r"q_proj.scales must be .* of shape \[1, 64\]; it is float16 \[2, 64\]: .* use the config"),
     "larger group": ("gptq", said(group_size=96), "the group size 96 does not divide the 64 inputs"),
     "unfit group": ("gptq", said(group_size=64), "int4 group size 64 does not divide in_features 160 of .*w2.weight of .*; use another checkpoint"),
@@ -639,17 +655,16 @@ BAD = {  # layout, what is done to it, what the line says
     "bytes": ("gptq", with_(UP + "qweight", lambda t: t.view(torch.int16)), "up_proj.qweight must be int32"),
     "nan": ("gptq", with_(UP + "scales", with_nan), "up_proj.scales holds NaN or infinite values; download it again"),
     "infinite": ("fp8", with_(UP + "weight_scale_inv", lambda t: t / 0), "up_proj.weight_scale_inv holds NaN or infinite"),
-    "gemv": ("awq", said(version="gemv"), "AWQ must be of the version gemm; it is gemv"),
-    "half": ("gptq", half_fused, "gate_proj.weight is quantized and model.layers.1.mlp.up_proj.weight is not, and they are one layer"),
-    "nvfp4": ("packed", said(format="nvfp4-pack-quantized"), "format must be one of pack-quantized, .*; it is nvfp4-pack-quantized"),
-    "sparse": ("packed", said(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config with format sparse-24"),
+    "gemv": ("awq", said(version="gemv"), "version must be gemm; it is .gemv"),
+    "nvfp4": ("packed", said(format="nvfp4-pack-quantized"), "format must be one of pack-quantized .*; it is nvfp4-pack-quantized"),
+    "sparse": ("packed", said(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config must be left out, or of the format dense; it is .*sparse-24"),
     "schemes": ("packed", two_schemes, "config_groups must be one scheme; it holds 2"),
-    "packed 3": ("packed", weights_said(num_bits=3), "is supported as int with 4 bits or int with 8 bits; it is int with 3 bits"),
-    "packed group": ("packed", weights_said(strategy="tensor_group", group_size=16), "the strategy of int with 4 bits must be one of"),
+    "packed 3": ("packed", weights_said(num_bits=3), "format must be one of .*; it is pack-quantized of int with 3 bits"),
+    "packed group": ("packed", weights_said(strategy="tensor_group", group_size=32), "the strategy of pack-quantized of int with 4 bits must be group or channel; it is tensor_group"),
     "no group": ("packed", weights_said(strategy="group"), "the key 'group_size' is missing"),
     "8 groups": ("int8", weights_said(strategy="group", group_size=128), "int8 group size 128 does not divide in_features 64 of .*; use another checkpoint"),
     "8 scales": ("packed-8-zeros", with_(UP + "weight_scale", lambda t: t.float()), r"up_proj.weight_scale must be float16 or bfloat16 of shape \[160, 2\]"),
-    "8 zeros": ("int8", weights_said(symmetric=False), "int with 8 bits must be symmetric"),
+    "8 zeros": ("int8", weights_said(symmetric=False), "int-quantized of int with 8 bits must be symmetric"),
     "said shape": ("packed", with_(UP + "weight_shape", lambda t: t + 8), r"up_proj.weight_shape says \[168, 72\], and weight_packed holds \[160, 64\]"),
     "no fp8 scale": ("fp8", without(UP + "weight_scale_inv"), "up_proj.weight is float8_e4m3fn and has no scale"),
     "e5m2": ("fp8", with_(UP + "weight", lambda t: t.float().to(torch.float8_e5m2)), "up_proj.weight must be float8_e4m3fn of shape"),
@@ -657,7 +672,6 @@ BAD = {  # layout, what is done to it, what the line says
     "no block": ("fp8", said(weight_block_size=[128]), "weight_block_size must be two whole numbers"),
     "awq of gptq": ("gptq", said(quant_method="awq"), r"21 unexpected weight.s.: .*g_idx"),
     "gptq of awq": ("awq", said(quant_method="gptq", sym=False), r"q_proj.qzeros must be .* of shape \[16, 1\]|q_proj.scales must be int|q_proj.scales must be .* of shape"),
-    "embedding": ("int8", lambda config, tensors: tensors.update({"model.embed_tokens.weight_scale": torch.ones(97, 1), "model.embed_tokens.weight": torch.ones(97, 64, dtype=torch.int8)}), "embed_tokens.weight is quantized, and only linear layers may be"),
 }  # fmt: skip
 
 
