@@ -111,7 +111,14 @@ def read_fields(raw: dict, kind: type) -> Any:
 
 
 # keys of config.json that hold for the text part of a model, too
-SHARED_KEYS = ("bos_token_id", "eos_token_id", "torch_dtype", "dtype", "quantization_config")
+SHARED_KEYS = (
+    "bos_token_id",
+    "eos_token_id",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+    "tie_word_embeddings",
+)
 
 
 def text_part(raw: dict) -> dict:

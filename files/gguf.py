@@ -29,9 +29,11 @@ from torch import Tensor
 from files.checkpoint import TensorSource
 from files.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from files.gguf_tokenizer import end_ids, special_id
+from files.io import ADAPTER
 from files.machine import blocks, cpu_operators_are_loaded
 from files.registry import gguf_names, gguf_refusal, row_named, row_of_gguf
 from model import Rope, rope_frequencies
+from options import require
 
 STORED = ("F32", "F16", "BF16")
 # torch warns of a mapping that cannot be written to; nothing writes to this one
@@ -92,6 +94,7 @@ class GgufFile(TensorSource):
         self.path = path
         self._mapped = 0  # bytes read since the last release
         self._header = header = self._read_header()
+        require(header.metadata.get("general.type") != "adapter", f"{path} {ADAPTER}")
         architecture = header.metadata.read("general.architecture", str)
         if architecture not in (self.architectures or gguf_names()):
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")

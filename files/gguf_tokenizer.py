@@ -16,7 +16,7 @@ Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from files.gguf_header import Metadata
 from files.untrusted import read_untrusted
@@ -33,6 +33,7 @@ LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = LETTERS + r"|\p{N}{1,3}|" + REST
 QWEN2 = LETTERS + r"|\p{N}|" + REST
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -44,26 +45,35 @@ GPT4O = (
     + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + SUFFIX
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
-# several are applied one after the other, and digits split off behind them
 CJK = "[一-龥ࠀ-一가-퟿]+"
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CJK)
 # letters with an upper and a lower case, but not Georgian ones
 CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{10D0}-\x{10FF}]]"
 DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", CJK)
-# tokenizer.ggml.pre -> a pattern, or several
-# "": GPT-2's own; "digits": the same after splitting off every digit
-SPLITS: dict[str, str | tuple[str, ...]] = {
-    "gpt-2": "",
-    "smollm": "digits",
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
-    "tekken": TEKKEN,
-    "gpt-4o": GPT4O,
-    "deepseek-llm": DEEPSEEK_LLM,
-    "deepseek-coder": DEEPSEEK_CODER,
+
+
+class Split(NamedTuple):
+    """The way in which a text is cut into words."""
+
+    patterns: tuple[str, ...] = ()  # applied one after the other; (): GPT-2's own
+    digits: bool = False  # each digit is cut off
+    whole: bool = False  # a word that is a token is not merged up to it, and BOS begins a text
+    composed: bool = False  # the text is normalized first, to NFC
+
+
+SPLITS = {  # by tokenizer.ggml.pre
+    "gpt-2": Split(),
+    "smollm": Split(digits=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Split((LLAMA3,), whole=True)
+    ),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), Split((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composed=True)),
+    "qwen35": Split((QWEN35,), composed=True),
+    "tekken": Split((TEKKEN,), whole=True),
+    "gpt-4o": Split((GPT4O,)),
+    "deepseek-llm": Split(DEEPSEEK_LLM, digits=True),
+    "deepseek-coder": Split(DEEPSEEK_CODER, digits=True),
 }
 # texts of tokens that end a text. Source: special_eog_ids in llama.cpp's vocabulary
 ENDS = frozenset(
@@ -127,8 +137,8 @@ def tokenizer_config(metadata: Metadata) -> dict:
             )
     # the default of llama.cpp
     is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    split = SPLITS.get(metadata.get("tokenizer.ggml.pre"))
-    default = is_sentencepiece or split in (LLAMA3, TEKKEN)
+    split = SPLITS.get(metadata.get("tokenizer.ggml.pre"), Split())
+    default = is_sentencepiece or split.whole
     config["add_bos_token"] = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
     return config
 
@@ -149,14 +159,13 @@ def read_bpe(metadata: Metadata) -> Any:
     )
 
     of_bytes = metadata["tokenizer.ggml.model"] == "gpt2"
-    split = _split(metadata) if of_bytes else ""
+    split = _split(metadata) if of_bytes else Split()
     tokens, types = _tokens(metadata)
     merges = [tuple(merge.split(" ")) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     ids = {token: i for i, token in enumerate(tokens)}
     try:
         # as in LLaMA-3's file: a word that is a token is not merged up to it
-        whole_words = split in (LLAMA3, TEKKEN)
-        model = models.BPE(ids, merges, ignore_merges=whole_words, byte_fallback=not of_bytes)
+        model = models.BPE(ids, merges, ignore_merges=split.whole, byte_fallback=not of_bytes)
     except Exception as error:  # the package raises nothing more specific
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -172,7 +181,7 @@ def read_bpe(metadata: Metadata) -> Any:
             tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
             to_text = (decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse())
             tokenizer.decoder = decoders.Sequence(list(to_text))
-        if split == QWEN2:
+        if split.composed:
             tokenizer.normalizer = normalizers.NFC()
         controls = []
         added = []
@@ -186,7 +195,7 @@ def read_bpe(metadata: Metadata) -> Any:
     return tokenizer
 
 
-def _split(metadata: Metadata) -> str | tuple[str, ...]:
+def _split(metadata: Metadata) -> Split:
     """Return the value of `SPLITS` for the file. Raises: ValueError for an unknown name."""
     name = metadata.read("tokenizer.ggml.pre", str, "default")
     if name == "default":
@@ -200,21 +209,16 @@ def _split(metadata: Metadata) -> str | tuple[str, ...]:
     return SPLITS[name]
 
 
-def _pre_tokenizer(split: str | tuple[str, ...]) -> Any:
+def _pre_tokenizer(split: Split) -> Any:
     """Make the pre-tokenizer of a value of `SPLITS`."""
     from tokenizers import Regex, pre_tokenizers
 
-    first = []
-    if split == "digits":
-        first.append(pre_tokenizers.Digits(individual_digits=True))
-    elif isinstance(split, tuple):
-        first += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split]
-        first.append(pre_tokenizers.Digits(individual_digits=True))
-    elif split:
-        first.append(pre_tokenizers.Split(Regex(split), "isolated"))
-    gpt2 = split in ("", "digits")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2)
-    return pre_tokenizers.Sequence([*first, to_bytes])
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    if split.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    gpt2 = not split.patterns
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2))
+    return pre_tokenizers.Sequence(steps)
 
 
 def read_sentencepiece(metadata: Metadata) -> tuple[bytes, dict[str, tuple[int, bool]]]:

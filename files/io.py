@@ -27,6 +27,7 @@ TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
 # of a model on a hub, and of one of its GGUF files
 HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(:(?P<kind>\w[\w.-]*))?", re.ASCII)
 PREFIXES = ("hf:", "ollama:")  # of names
+ADAPTER = "is an adapter (LoRA) and no model; merge it into its model, and name the result"
 
 
 CHECKPOINTS = ROOT / "checkpoints"  # that come with this code
@@ -91,6 +92,8 @@ def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
     check_directory(path.parent)
     if not path.is_file():
+        if (path.parent / "adapter_config.json").is_file():
+            raise ValueError(f"{path.parent} {ADAPTER}")
         remedy = "a Hugging Face model directory is expected"
         models = gguf_files(path.parent)
         if models:

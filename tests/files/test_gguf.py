@@ -264,6 +264,8 @@ def test_other_quantities_of_rope_freqs(tmp_path):
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Qwen3.5's tokenizer.json
+QWEN35 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -293,6 +295,9 @@ SPLITS = {
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "llama-bpe": split_by(LLAMA3),
     "qwen2": split_by(QWEN2),
+    "qwen35": split_by(QWEN35),
+    "glm4": split_by(LLAMA3),
+    "lfm2": split_by(LLAMA3),
     "tekken": split_by(TEKKEN),
     "gpt-4o": split_by(GPT4O),
     "deepseek-llm": split_by(*DEEPSEEK, digits=True),
@@ -306,9 +311,9 @@ MORE = [
 
 
 def train_bpe(name) -> Backend:
-    tok = Backend(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+    tok = Backend(models.BPE(ignore_merges=name in ("llama-bpe", "lfm2", "tekken")))
     tok.pre_tokenizer, tok.decoder = SPLITS[name], decoders.ByteLevel()
-    if name == "qwen2":
+    if name in ("qwen2", "qwen35"):
         tok.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"special_tokens": CONTROLS, "show_progress": False}
@@ -346,7 +351,7 @@ def test_byte_level_bpe(tmp_path, name):
             ids = original.encode(text, add_special_tokens=False).ids
             assert tok.encode(text, bos=False, special=special) == ids, text
         assert tok.decode(ids) == original.decode(ids), text
-    assert tok.adds_bos == (name in ("llama-bpe", "tekken"))
+    assert tok.adds_bos == (name in ("llama-bpe", "lfm2", "tekken"))
     assert (tok.bos_id, tok.eos_ids) == (1, (2,))
 
 
@@ -643,6 +648,7 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
 
 NAN = float("nan")
 METADATA = {
+    "adapter": ({"general.type": "adapter"}, "is an adapter .LoRA. and no model; merge it"),
     "architecture": ({"general.architecture": "gemma2"}, "the architecture gemma2 is not supported; supported are llama, qwen2, qwen2moe, qwen3"),
     "missing": ({"llama.block_count": None}, "the metadata llama.block_count is missing"),
     "text": ({"llama.block_count": "two"}, "the metadata llama.block_count must be a whole number, not 'two'"),

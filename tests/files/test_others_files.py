@@ -14,6 +14,7 @@ from test_gguf import hf_model
 
 from files import registry
 from files.config import read_config
+from files.fields import text_part
 from files.tokenizer import Tokenizer
 from files.weights import load_model
 from tiny_models import saved
@@ -186,3 +187,15 @@ def test_a_bias_that_is_not_zero_is_refused(tmp_path):
     path = saved(hf_model(), tmp_path, tensors=lambda held: held | {name: torch.ones(64)})
     with pytest.raises(ValueError, match=f"1 unexpected weight.s.: {name}; does config.json fit"):
         load_model(path)
+
+
+def test_an_adapter_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="is an adapter .LoRA. and no model; merge it"):
+        load_model(tmp_path)
+
+
+def test_a_key_beside_the_text_part_holds_for_it(tmp_path):
+    """Qwen3.5's files say only there that the LM head is tied."""
+    raw = {"text_config": {"tie_word_embeddings": False}, "tie_word_embeddings": True}
+    assert text_part(raw)["tie_word_embeddings"]
