@@ -1,8 +1,6 @@
-"""Broken files, made by one seeded generator: each ends in one line that names it, soon, and takes no memory.
+"""Broken files: each ends in one line that names it, soon, and takes no memory.
 
-A case is a small valid file of one kind, broken at one place, and the command line that reads it. A case that turns
-out to be harmless may run instead: then with the text of the valid file, unless another value was written that a valid
-file could hold, too. `-m slow` runs thousands of cases.
+A case is a small valid file of one kind, the command line that reads it, and a damage: cut, of an absurd size, not finite.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +31,6 @@ from test_tokenizer import build_json
 
 from files import checkpoint
 from files.config import read_config
-from files.eagle3_heads import HFEagle3Head, HFNestedConfig
-from files.heads import HFEagle2Head
-from files.keys import HFConfig, HFSwiGLU
 from files.tokenizer import Tokenizer
 from files.untrusted import load_pickle, read_untrusted
 from helpers import GOLDEN
@@ -56,101 +52,82 @@ OF_MODEL = ["--checkpoint", "{}", *IDS, "--draft", "none"]  # {}: the folder of 
 OF_TEXT = ["--checkpoint", "{}", "--prompt", "def read_lines(path):", *SHORT, "--draft", "none"]
 PROMPTS = ["--checkpoint", DEMO, "--prompt_file", "{}/p.jsonl", *SHORT, "--draft", "none"]
 
-# ------------------------------------------------------------------------------------ the generator
+# -------------------------------------------------------------------------------------- the damages
 
-# no key takes one of these; any of JUNK may stand for the default, or be another valid value
-NONSENSE = [
-    float("nan"), float("inf"), -float("inf"), "", "x", "64", "\ud800", "a\nb", "\0", "../../../etc/passwd", "/dev/zero",
-    "x" * 300, {}, {"a": 1}, "y" * 5000,
-]  # fmt: skip
-JUNK = [
-    None, True, False, 0, 1, -1, 3, 64.0, 0.5, -0.5, 2**31, 2**62, 2**63, 10**30, 1e-320, 1e300, [], [[]], [1, "x"],
-    [None], [2**70], [0, 2**62], [-1], [2**40, 2**40],
-]  # fmt: skip
-BYTES = [
-    b"", b"\0", b"\n", b"5", b"[]", b"{}", b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000,
-    b"version https://git-lfs\n",
-]  # fmt: skip
-
-
-class Broken(NamedTuple):
-    """The content of a broken file."""
-
-    how: str
-    content: bytes
-    exact: bool = False  # where it runs, it must give the text of the valid one
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+NESTED = b"[" * 100_000
+Damage = Callable[
+    [bytes], bytes | None
+]  # the content of the valid file -> the broken one's; None: not of this kind
+BYTES: dict[str, Damage] = {
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "a few bytes": lambda content: content[:20],
+    "a huge count": lambda content: content[:4] + b"\xff" * 8 + content[12:],
+    "a pointer": lambda content: LFS,
+    "other bytes": lambda content: b"\xff\xfe{}",
+}
+# no key takes one of the first; a key may take one of the others, then the file runs
+NONSENSE = [float("nan"), "\ud800", "a\nb", "../../../etc/passwd", "x" * 5000, {"a": 1}]
+JUNK = [-1, 2**62, 10**30, 1e300, [None], [2**70], [2**40, 2**40], True, None]
 
 
-def broken_bytes(r: random.Random, content: bytes, more: list[str] = ()) -> Broken:
-    """Cut, flip, insert or overwrite bytes, most often at the beginning, or replace them all."""
-    at = r.randrange(r.choice([64, 3000, len(content)])) % len(content)
-    before, after = content[:at], content[at:]
-    flipped = bytes([after[0] ^ 1 << r.randrange(8)]) + after[1:]
-    content, exact = {
-        "cut": (before, True),
-        "flip": (before + flipped, False),
-        "insert": (before + r.randbytes(r.randrange(1, 9)) + after, False),
-        "a huge count": (before + b"\xff" * 8 + after[8:], False),
-        "replace": (r.choice(BYTES), False),
-    }[how := r.choice(["cut", "flip", "insert", "a huge count", "replace"])]
-    return Broken(f"{how} at {at}", content, exact)
-
-
-def broken_json(r: random.Random, content: bytes, more: list[str] = ()) -> Broken:
-    """Put junk in the place of one value at any depth, or leave it out, or break the bytes.
-
-    more: keys that may be added
-    """
-    if r.random() < 0.15:
-        return broken_bytes(r, content)._replace(exact=False)  # what is left may be valid
+def changed(content: bytes, number: int) -> bytes:
+    """Put a wrong value in the place of one of a JSON object: the number says which, and where."""
     document = node = json.loads(content)
+    r = random.Random(number)
     while True:
         place = r.choice(list(node) if isinstance(node, dict) else range(len(node)))
-        if not node[place] or not isinstance(node[place], (dict, list)) or r.random() < 0.2:
+        if not isinstance(node[place], (dict, list)) or not node[place] or r.random() < 0.2:
             break
         node = node[place]
-    if more and isinstance(node, dict) and r.random() < 0.3:
-        place = r.choice(more)
-    exact = r.random() < 0.4
-    value = r.choice([*NONSENSE] if exact else [*JUNK, "nothing"])
-    if exact or value != "nothing":
-        node[place] = value
-    elif isinstance(node, list) or place in node:
-        del node[place]
-    return Broken(f"{place} = {str(value)[:20]!r}", json.dumps(document).encode(), exact)
+    node[place] = r.choice(NONSENSE + JUNK)
+    return json.dumps(document).encode()
 
 
-TENSORS = [
-    lambda t: t[:-1], lambda t: t.flatten()[:0], lambda t: t.flatten()[0], lambda t: torch.cat([t, t]), lambda t: t[None],
-    lambda t: t.to(torch.complex64), lambda t: t.bool(), lambda t: t.long() + 2**40, lambda t: t.long() - 2**40,
-]  # fmt: skip
-PICKLED = [
-    *TENSORS, lambda t: t.to_sparse(), lambda t: t.to("meta"), lambda t: t[:1].expand(2**40, *t.shape[1:]), lambda t: [t],
-    lambda t: {"a": t}, lambda t: None, lambda t: "x", lambda t: Evil(print, "gotcha"),
-    lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), lambda t: torch.nested.nested_tensor([t, t[:1]]),
-]  # fmt: skip
+JSON: dict[str, Damage] = {
+    **{name: BYTES[name] for name in ("empty", "half", "a pointer", "other bytes")},
+    "a list": lambda content: b"[]",
+    "nested": lambda content: NESTED,
+    "a long number": lambda content: b'{"hidden_size": ' + b"9" * 5000 + b"}",
+    **{f"value {n}": partial(changed, number=n) for n in range(8)},
+}
 
 
-def broken_tensor(r: random.Random, tensors: dict, edits: list[Callable]) -> str:
-    """Change one of some tensors, or leave it out. Returns: how."""
-    name = r.choice([name for name in tensors if re.search("_proj|norm|d2t", name)])
-    tensor, number = tensors.pop(name), r.randrange(-1, len(edits))
-    if number >= 0:
-        edited = edits[number](tensor.float() if edits is PICKLED else tensor)
-        tensors[name] = edited.contiguous() if edits is TENSORS else edited
-    return f"{name}, edit {number}"
+def of_tensors(edit: Callable[[torch.Tensor], torch.Tensor | None]) -> Damage:
+    """Change the largest of a file's tensors."""
+
+    def damage(content: bytes) -> bytes:
+        tensors = load(content)
+        name = max(tensors, key=lambda name: tensors[name].numel())
+        edited = edit(tensors.pop(name))
+        return save(tensors if edited is None else tensors | {name: edited.contiguous()})
+
+    return damage
 
 
-def broken_safetensors(r: random.Random, content: bytes, more: list[str]) -> Broken:
-    """Break the bytes, the header, or a tensor."""
-    size, kind = int.from_bytes(content[:8], "little"), r.randrange(3)
-    if kind == 0:
-        return broken_bytes(r, content)
-    if kind == 1:
-        how, header, exact = broken_json(r, content[8 : 8 + size])
-        return Broken(how, len(header).to_bytes(8, "little") + header + content[8 + size :], exact)
-    tensors = load(content)
-    return Broken(broken_tensor(r, tensors, TENSORS), save(tensors))
+def of_header(content: bytes) -> bytes:
+    """Let the first tensor of a safetensors file end beyond the file."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    next(iter(header.values() if "__metadata__" not in header else [*header.values()][1:]))[
+        "data_offsets"
+    ] = [0, 2**60]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
+TENSORS: dict[str, Damage] = {
+    **BYTES,
+    "offsets": of_header,
+    "missing": of_tensors(lambda t: None),
+    "short": of_tensors(lambda t: t[:-1]),
+    "flat": of_tensors(lambda t: t.flatten()),
+    "complex": of_tensors(lambda t: t.to(torch.complex64)),
+    "not finite": of_tensors(
+        lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t[:0]
+    ),
+}
 
 
 class Evil:
@@ -169,12 +146,26 @@ def pickled(value: Any) -> bytes:
     return file.getvalue()
 
 
-def broken_pickle(r: random.Random, content: bytes, more: list[str]) -> Broken:
-    """Break the bytes or a tensor."""
-    if r.random() < 0.3:
-        return broken_bytes(r, content)
-    tensors = torch.load(BytesIO(content))
-    return Broken(broken_tensor(r, tensors, PICKLED), pickled(tensors))
+def of_pickle(edit: Callable[[torch.Tensor], Any]) -> Damage:
+    """Change a matrix of a pickle."""
+
+    def damage(content: bytes) -> bytes:
+        tensors = torch.load(BytesIO(content))
+        name = next(name for name in tensors if "down_proj" in name)
+        return pickled(tensors | {name: edit(tensors[name].float())})
+
+    return damage
+
+
+PICKLES: dict[str, Damage] = {
+    **BYTES,
+    "sparse": of_pickle(lambda t: t.to_sparse()),
+    "meta": of_pickle(lambda t: t.to("meta")),
+    "huge": of_pickle(lambda t: t[:1].expand(2**40, *t.shape[1:])),
+    "a list": of_pickle(lambda t: [t]),
+    "code": of_pickle(lambda t: Evil(print, "gotcha")),
+    "quantized": of_pickle(lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)),
+}
 
 
 # ------------------------------------------------------------------------------- the kinds of files
@@ -221,7 +212,7 @@ class Kind(NamedTuple):
 
     source: Path | str  # a model directory, or a layout that others quantize to
     name: str  # of the file
-    breaks: Callable[[random.Random, bytes, list[str]], Broken]
+    damages: dict[str, Damage]
     argv: list[str] = OF_MODEL
     content: Callable[[Path], Any] | None = None  # gets an empty folder. None: as in the source
     without: str = ""  # files of the source that are left out
@@ -256,42 +247,34 @@ def index_of_a_part(empty: Path) -> dict:
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
         "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True}  # fmt: skip
-NESTED = {"transformer_layer_config": config_of(HEAD3), "eagle_config": {"fc_norm": False}}
+NESTED_CONFIG = {"transformer_layer_config": config_of(HEAD3), "eagle_config": {"fc_norm": False}}
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-demo, others = Path(DEMO), ("gptq", "awq", "packed", "fp8")
+demo, others = Path(DEMO), ("gptq", "fp8")
 KINDS = {
-    "config": Kind(DENSE, "config.json", broken_json),
-    "config of experts": Kind(MOE, "config.json", broken_json),
-    "config with yarn": Kind(DENSE, "config.json", broken_json, content=lambda _: config_of(DENSE, rope_scaling=YARN)),
-    "config with llama3's rope": Kind(TARGET3, "config.json", broken_json),
-    "generation_config": Kind(DENSE, "generation_config.json", broken_json, content=lambda _: {"eos_token_id": [2], "bos_token_id": 1}),
-    "safetensors": Kind(DENSE, "model.safetensors", broken_safetensors, without="*.index.json"),
-    "index": Kind(DENSE, "model.safetensors.index.json", broken_json, content=index_of_a_part),
-    "bin": Kind(DENSE, "pytorch_model.bin", broken_pickle, content=saved_by_torch, without="model.*"),
-    "head's config": Kind(HEAD, "config.json", broken_json, of_head(DENSE)),
-    "head 3's config": Kind(HEAD3, "config.json", broken_json, of_head(TARGET3)),
-    "head 3's nested config": Kind(HEAD3, "config.json", broken_json, of_head(TARGET3), lambda _: config_of(HEAD3, **NESTED)),
-    "head's weights": Kind(HEAD, "model.safetensors", broken_safetensors, of_head(DENSE)),
-    "head 3's weights": Kind(HEAD3, "model.safetensors", broken_safetensors, of_head(TARGET3)),
-    "head's GGUF": Kind(HEAD3, "h.gguf", broken_bytes, ["--checkpoint", str(TARGET3), "--head", "{}/h.gguf", *IDS], head_bytes),
-    "GGUF": Kind(DENSE, "m.gguf", broken_bytes, ["--checkpoint", "{}/m.gguf", *IDS, "--draft", "none"], gguf_bytes),
-    "tokenizer.model": Kind(demo, "tokenizer.model", broken_bytes, OF_TEXT),
-    "tokenizer.json": Kind(demo, "tokenizer.json", broken_json, OF_TEXT, tokenizer_json, "tokenizer.model"),
-    "tokenizer_config": Kind(demo, "tokenizer_config.json", broken_json, OF_TEXT, lambda _: {"eos_token": "</s>", "add_bos_token": True}),
-    "added tokens": Kind(demo, "added_tokens.json", broken_json, OF_TEXT, lambda _: {"<x>": 5}),
-    "chat template": Kind(demo, "chat_template.jinja", broken_bytes, [*OF_TEXT, "--chat"], lambda _: CHAT),
-    "prompts": Kind(demo, "p.jsonl", broken_json, PROMPTS, lambda _: {"turns": ["a", "b"]}),
-    **{f"config of {name}": Kind(name, "config.json", broken_json) for name in others},
-    **{f"weights of {name}": Kind(name, "model.safetensors", broken_safetensors) for name in others},
+    "config": Kind(DENSE, "config.json", JSON),
+    "config of experts": Kind(MOE, "config.json", JSON),
+    "config with yarn": Kind(DENSE, "config.json", JSON, content=lambda _: config_of(DENSE, rope_scaling=YARN)),
+    "config with llama3's rope": Kind(TARGET3, "config.json", JSON),
+    "generation_config": Kind(DENSE, "generation_config.json", JSON, content=lambda _: {"eos_token_id": [2], "bos_token_id": 1}),
+    "safetensors": Kind(DENSE, "model.safetensors", TENSORS, without="*.index.json"),
+    "index": Kind(DENSE, "model.safetensors.index.json", JSON, content=index_of_a_part),
+    "bin": Kind(DENSE, "pytorch_model.bin", PICKLES, content=saved_by_torch, without="model.*"),
+    "head's config": Kind(HEAD, "config.json", JSON, of_head(DENSE)),
+    "head 3's config": Kind(HEAD3, "config.json", JSON, of_head(TARGET3)),
+    "head 3's nested config": Kind(HEAD3, "config.json", JSON, of_head(TARGET3), lambda _: config_of(HEAD3, **NESTED_CONFIG)),
+    "head's weights": Kind(HEAD, "model.safetensors", TENSORS, of_head(DENSE)),
+    "head 3's weights": Kind(HEAD3, "model.safetensors", TENSORS, of_head(TARGET3)),
+    "head's GGUF": Kind(HEAD3, "h.gguf", BYTES, ["--checkpoint", str(TARGET3), "--head", "{}/h.gguf", *IDS], head_bytes),
+    "GGUF": Kind(DENSE, "m.gguf", BYTES, ["--checkpoint", "{}/m.gguf", *IDS, "--draft", "none"], gguf_bytes),
+    "tokenizer.model": Kind(demo, "tokenizer.model", BYTES, OF_TEXT),
+    "tokenizer.json": Kind(demo, "tokenizer.json", JSON, OF_TEXT, tokenizer_json, "tokenizer.model"),
+    "tokenizer_config": Kind(demo, "tokenizer_config.json", JSON, OF_TEXT, lambda _: {"eos_token": "</s>", "add_bos_token": True}),
+    "added tokens": Kind(demo, "added_tokens.json", JSON, OF_TEXT, lambda _: {"<x>": 5}),
+    "chat template": Kind(demo, "chat_template.jinja", BYTES, [*OF_TEXT, "--chat"], lambda _: CHAT),
+    "prompts": Kind(demo, "p.jsonl", JSON, PROMPTS, lambda _: {"turns": ["a", "b"]}),
+    **{f"config of {name}": Kind(name, "config.json", JSON) for name in others},
+    **{f"weights of {name}": Kind(name, "model.safetensors", TENSORS) for name in others},
 }  # fmt: skip
-# keys that are read, and that the small files may lack
-KEYS = [field.name for each in (HFConfig, HFSwiGLU, HFEagle2Head, HFEagle3Head, HFNestedConfig) for field in fields(each)]  # fmt: skip
-MORE_KEYS = {
-    "config.json": ["quantization_config", *KEYS],
-    "tokenizer_config.json": ["bos_token", "unk_token", "pad_token", "legacy", "chat_template", "added_tokens_decoder"],
-}  # fmt: skip
-# any text may be a valid one in these
-HOLD_TEXTS = {"tokenizer_config.json", "tokenizer.json", "tokenizer.model", "p.jsonl", "chat_template.jinja"}  # fmt: skip
 # what a file without a fault may still lead to, in a line that does not name it
 LATER = "the prompt is empty|numbers are not finite|the prompt has .* tokens|GB of memory are needed|half a character"
 
@@ -307,8 +290,8 @@ class Outcome(NamedTuple):
     seconds: float  # of the processor
     grown_bytes: int  # by which the peak of the memory lies above what there was before
 
-    def fault(self, valid: str | None = None) -> str:
-        """The fault of this result, or an empty string. valid: the text that it must give, if it runs"""
+    def fault(self) -> str:
+        """The fault of this result, or an empty string."""
         if self.seconds > LIMIT_S:
             return "too long"
         if self.grown_bytes > LIMIT_BYTES:
@@ -316,7 +299,7 @@ class Outcome(NamedTuple):
         if self.status not in (0, 2) or "Traceback" in self.err:
             return "traceback"
         if self.status == 0:
-            return "another text" if valid not in (None, self.out) else ""
+            return ""
         line = re.sub(r"(?m)^(note: .*|\d+ tokens?\b.*)\n", "", self.err)
         if not re.fullmatch("generate.py: .{,3000}\n", line):
             return "not one line"
@@ -365,31 +348,25 @@ def refused(capfd, argv: list[str], folder: Path) -> str:
     return found.err
 
 
-some = pytest.mark.parametrize(
-    "numbers", [range(8), pytest.param(range(8, 200), marks=pytest.mark.slow)], ids=str
-)
-
-
-@some
 @pytest.mark.parametrize("name", KINDS)
-def test_broken_files_end_in_one_line(name, numbers, tmp_path, capfd):
+def test_broken_files_end_in_one_line(name, tmp_path, capfd):
+    """Where the damage is none for this kind of file, it runs instead."""
     kind = KINDS[name]
     kind.make(tmp_path / "valid")
-    valid, count = attempt(capfd, kind.argv, tmp_path / "valid"), 0
+    valid = attempt(capfd, kind.argv, tmp_path / "valid")
     assert valid.status == 0, valid
     content = (tmp_path / "valid" / kind.name).read_bytes()
-    for number in numbers:
-        r = random.Random(f"{name} {number}")
-        broken = kind.breaks(r, content, MORE_KEYS.get(kind.name, []))
-        folder = linked(tmp_path / "valid", tmp_path / str(number))
-        put(folder / kind.name, broken.content)
+    refusals = 0
+    for how, damage in kind.damages.items():
+        folder = linked(tmp_path / "valid", tmp_path / how)
+        put(folder / kind.name, damage(content))
         found = attempt(capfd, kind.argv, folder)
-        fault = found.fault(valid.out if broken.exact and kind.name not in HOLD_TEXTS else None)
+        fault = found.fault()
         if found.status == 2 and not re.search(f"{folder}|{kind.name}|{LATER}", found.err):
             fault = fault or "not named"
-        assert not fault, f"{name} {number}, {broken.how}: {fault}\n{found}"
-        count += found.status == 2
-    assert count >= len(numbers) / 4, f"{count} of {len(numbers)} are refused"
+        assert not fault, f"{name}, {how}: {fault}\n{found}"
+        refusals += found.status == 2
+    assert refusals >= len(kind.damages) / 2, f"{refusals} of {len(kind.damages)} are refused"
 
 
 VALUES = [
@@ -399,8 +376,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@some
-def test_broken_values_of_options_end_in_one_line(numbers, tmp_path, capfd, monkeypatch):
+def test_broken_values_of_options_end_in_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some name files to write
     put(tmp_path / "p.jsonl", {"turns": ["a"]})
     for field in fields(GenerateConfig):
@@ -408,8 +384,7 @@ def test_broken_values_of_options_end_in_one_line(numbers, tmp_path, capfd, monk
             continue  # it would read this terminal
         of_prompts = field.name in ("prompt_file", "prompt_ids")
         argv, folder = (PROMPTS, tmp_path) if of_prompts else (OF_TEXT, DEMO)
-        r = random.Random(f"{field.name} {numbers}")
-        for value in r.sample(VALUES, min(len(VALUES), len(numbers) // 4)):
+        for value in random.Random(field.name).sample(VALUES, 2):
             found = attempt(capfd, [*argv, f"--{field.name}={value}"], folder)
             assert not found.fault(), f"{field.name} {value[:40]!r}: {found}"
 
