@@ -216,6 +216,7 @@ class TensorSource(quantize.TensorSource):
 
     note: str = ""  # printed when all is read
     block_types: str = ""  # of a GGUF file's matrices, for a note
+    has_groups_of_int8: bool = False  # in `quantized`, or zero points
     makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def type_of(self, name: str) -> str:

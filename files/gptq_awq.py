@@ -143,6 +143,8 @@ class QuantizedFiles(TensorSource):
         self.quantized = {
             f"{layer}.weight": partial(self._codes, layer, parts) for layer, parts in layers.items()
         }
+        in_groups = self.recipe.group_size or not self.recipe.symmetric
+        self.has_groups_of_int8 = self.recipe.format == "int8" and bool(in_groups)
         notes = []
         if self.recipe.format == "fp8":
             notes.append("holds weights in FP8; they become int8 with a scale per output")

@@ -81,7 +81,6 @@ class CheckpointLoader(Loader):
     def __init__(self, files: TensorSource, storage: Storage):
         super().__init__(files, storage)
         self.pages: Any = None  # huge pages, where there are such
-        self.wide: list[str] = []  # weights that the device's product cannot hold
         self.status = StatusLine()
         self.placed = 0
         if is_gguf(files.path):
@@ -91,18 +90,12 @@ class CheckpointLoader(Loader):
         self, model: nn.Module, names: dict[str, tuple[str, ...]], ignored: Callable[[str], bool]
     ) -> Quantization | None:
         _add_zero_biases(self.files, names)
-        quant = super().load(model, names, ignored)
-        if self.wide:
-            log_note(
-                f"{self.files.path}: {_why_widened()}; "
-                f"converted to {str(self.storage.dtype).removeprefix('torch.')}: {some(self.wide)}"
-            )
-        return quant
+        return super().load(model, names, ignored)
 
     def choose_packed(self, model: nn.Module, names: dict[str, tuple[str, ...]]) -> set[str]:
         linear = super().choose_packed(model, names)
         if self.files.quantized:
-            return _quantized_by_others(self.files, names, linear)
+            return _quantized_by_others(self.files, names, linear, self.storage.device)
         return linear
 
     def choose_group(self, inputs: dict[str, int]) -> None:
@@ -153,8 +146,6 @@ class CheckpointLoader(Loader):
         shape = getattr(module, leaf).shape
         if not packed and theirs[0] in self.files.quantized:  # an embedding in blocks
             setattr(model, owner, self.embedding(theirs, shape))
-        elif packed and not self.fits_device(theirs):
-            module.weight = nn.Parameter(self.widened(theirs, shape), requires_grad=False)
         else:
             super().place(model, ours, theirs, packed)
             if packed and not self.storage.quant.is_blocks:  # which are packed where they stay
@@ -204,29 +195,6 @@ class CheckpointLoader(Loader):
         on_cuda = blocks().in_planes(self.storage.device)
         dtype = self.storage.dtype if on_cuda else torch.float32
         return blocks().Embedding(self.packed(names, shape), dtype)
-
-    def fits_device(self, names: tuple[str, ...]) -> bool:
-        """Return whether the device's product holds the codes of others; int8 on CUDA may not.
-
-        Without the folder backends/ no layout has their zero points and groups.
-        """
-        if self.files.quantized and pack_codes is None:
-            return False
-        is_int8_on_cuda = self.storage.quant.format == "int8" and self.storage.device != "cpu"
-        if not (is_int8_on_cuda and self.files.quantized):
-            return True
-        for name in names:
-            weight = self.files.quantized[name]()
-            if weight.scale.dim() > 1:
-                return False
-        return True
-
-    def widened(self, names: tuple[str, ...], shape: torch.Size) -> Tensor:
-        """Return the numbers of codes. Writes: `wide`."""
-        parts = [self.files.quantized[name]().numbers() for name in names]
-        flat = torch.Size((shape.numel() // shape[-1], shape[-1]))
-        self.wide.append(names[0])
-        return self.below(parts, names, flat, self.storage.dtype).view(shape)
 
     def packed(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         if self.storage.quant.is_blocks:
@@ -320,32 +288,37 @@ def _zeros(files: TensorSource, weight: str, dtype: torch.dtype | None = None) -
 
 
 def _quantized_by_others(
-    files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str]
+    files: TensorSource, names: dict[str, tuple[str, ...]], linear: set[str], device: str
 ) -> set[str]:
     """Return the linear weights that others quantized, in part if a GGUF file holds them.
 
-    In other files a weight becomes numbers where it is no linear layer's, or where another one that
-    is of the same layer here is not quantized.
+    In other files a weight becomes numbers where the device has no matmul for its codes, where it
+    is no linear layer's, and where another one that is of the same layer here is not quantized.
     Writes: the readers of `files`.
     """
-    layers = set()
-    widened = []
-    for ours, theirs in names.items():
-        codes = [name for name in theirs if name in files.quantized]
-        if not codes:
-            continue
-        if is_gguf(files.path) or (ours in linear and len(codes) == len(theirs)):
-            if ours in linear:
-                layers.add(ours)
-            continue
-        for name in codes:
-            read = files.quantized.pop(name)
-            files.readers[name] = partial(_numbers, read)
-        widened += codes
+    held = {ours for ours, theirs in names.items() if not files.quantized.keys().isdisjoint(theirs)}
+    if is_gguf(files.path):
+        return held & linear
+    whole = {ours for ours in held & linear if files.quantized.keys() >= {*names[ours]}}
+    reason = _why_widened(files, device)
+    packed = whole if not reason else set()
+    widened = [name for ours in names for name in names[ours] if ours in held - packed]
+    widened = [name for name in widened if name in files.quantized]
+    for name in widened:
+        files.readers[name] = partial(_numbers, files.quantized.pop(name))
     if widened:
-        of_layers = f"{len(widened)} weight(s) of layers that are quantized in part are converted"
-        log_note(f"{files.path}: {of_layers}: {some(widened)}")
-    return layers
+        reason = reason or "layers that are quantized in part become numbers"
+        log_note(f"{files.path}: {reason}; {len(widened)} weight(s): {some(widened)}")
+    return packed
+
+
+def _why_widened(files: TensorSource, device: str) -> str:
+    """Return the reason why no codes of others can stay codes; "": they can."""
+    if pack_codes is None:
+        return "codes of others need the folder backends/"
+    if device != "cpu" and files.has_groups_of_int8:
+        return "int8 on CUDA has no groups of inputs"
+    return ""
 
 
 def _numbers(read: Callable[[], Codes]) -> Tensor:
@@ -373,7 +346,7 @@ def _check_memory(
             rest = parameter.numel() - sum(math.prod(weight.shape) for weight in weights)
             need += max(rest, 0) * torch.bfloat16.itemsize  # of another shape it is refused later
             continue
-        if name not in linear or quant is None or _widens_groups(files, storage):
+        if name not in linear or quant is None:
             need += parameter.numel() * storage.dtype.itemsize
             continue
         if files.quantized and quant.group_size:  # scales and zero points: words of 4 bytes at most
@@ -386,22 +359,6 @@ def _check_memory(
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
     return need
-
-
-def _why_widened() -> str:
-    """Return the reason why codes of others become numbers."""
-    if pack_codes is None:
-        return "codes of others need the folder backends/"
-    return "int8 on CUDA has no groups of inputs"
-
-
-def _widens_groups(files: TensorSource, storage: Storage) -> bool:
-    """Return whether groups of others' int8 become numbers: on CUDA, whose product has none."""
-    quant = storage.quant
-    if files.quantized and pack_codes is None:
-        return True
-    on_cuda = storage.device != "cpu" and bool(files.quantized)
-    return on_cuda and quant.format == "int8" and quant.group_size > 0
 
 
 def _trim_heap() -> None:

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.weight import pack_codes
 from files.checkpoint import WeightFiles
 from files.config import read_config
 from files.gptq_awq import QuantizedFiles
@@ -406,24 +405,23 @@ def test_a_draft_model_may_be_such_a_file(tmp_path):
     assert result.tokens == expected and result.stats["tau"] > 1.5
 
 
-@pytest.mark.parametrize(
-    "name, code, fits", [("gptq-8", 0, False), ("int8", -127, True), ("int8", -128, True)]
-)
-def test_int8_that_cuda_cannot_hold_is_widened(originals, name, code, fits):
+@pytest.mark.parametrize("name, fits", [("gptq-8", False), ("int8", True), ("gptq", True)])
+def test_int8_that_cuda_cannot_hold_is_widened(originals, capsys, name, fits):
     """Its product has a scale per output. Groups become numbers."""
     files = QuantizedFiles(WeightFiles(originals(name)))
     part = "model.layers.1.mlp.down_proj.weight"
-    weight = files.quantized[part]()
-    weight = weight._replace(codes=weight.codes.clamp(min=-127))
-    weight.codes[0, 0] = code
-    files.quantized[part] = lambda: weight
-    quant = Quantization("int8", 0, saved=True)
-    for device in ("cuda", "cpu"):
-        loading = CheckpointLoader(files, Storage(torch.float32, device, quant))
-        assert loading.fits_device((part,)) == (fits or device == "cpu")
-    widened = loading.widened((part,), torch.Size((64, 160)))
-    want = pack_codes("int8", weight.codes, weight.scale, weight.zero).numbers()
-    assert torch.equal(widened, want) and loading.wide == [part]
+    want = files.quantized[part]().numbers()
+    with torch.device("meta"):
+        model = Transformer(read_config(originals(name)))
+    names = weight_names(model.config)
+    for device in ("cpu", "cuda"):
+        loading = CheckpointLoader(
+            files, Storage(torch.float32, device, Quantization("int8", saved=True))
+        )
+        packed = loading.choose_packed(model, names)
+        assert ("layers.1.w2.weight" in packed) == (fits or device == "cpu")
+    assert ("int8 on CUDA has no groups of inputs; 21 weight(s)" in capsys.readouterr().err) != fits
+    assert fits or torch.equal(files.read(part), want)
 
 
 @OPERATORS
@@ -456,9 +454,7 @@ def test_a_layer_that_is_quantized_in_part_becomes_numbers(tmp_path, capsys):
         },
     )
     model = load_model(out)
-    assert (
-        "4 weight(s) of layers that are quantized in part are converted" in capsys.readouterr().err
-    )
+    assert "quantized in part become numbers; 4 weight(s): " in capsys.readouterr().err
     assert not model.layers[0].wqkv.packed and model.layers[0].w2.packed
     expected = weights["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(model.layers[0].wqkv.weight[: len(expected)], expected)
