@@ -1,8 +1,9 @@
 """Text to token ids and back, with one class for all kinds of tokenizers.
 
-1. `Tokenizer.load` reads `tokenizer.json` (BPE, byte-level or in sentencepiece's form; it needs the
-   package `tokenizers`), or else `tokenizer.model` (sentencepiece). Tokens that only the other
-   files name are added. Of a GGUF file it reads the metadata (files/gguf_tokenizer.py).
+1. `Tokenizer.load` reads `tokenizer.json` (BPE, byte-level or in sentencepiece's form), or else
+   `tokenizer.model`. Tokens that only the other files name are added. Of a GGUF file it reads the
+   metadata (files/gguf_tokenizer.py). The package `tokenizers` splits off added tokens; pieces are
+   sentencepiece's, as merges for `tokenizers` take seconds to derive from a large vocabulary.
 2. `encode` gives the same ids as Hugging Face. With `special=True` it parses the names of control
    tokens in the text (`</s>`, `<|eot_id|>`), but for those in a part that `as_text` has returned: a
    user's words, which a chat template puts between its own tokens, cannot inject one.
@@ -19,7 +20,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,6 @@ NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 # stands in the name of a control token that is text: a noncharacter of Unicode, which no text has
 MARK = "\ufdd0"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-WHITE = re.compile(r"\s*")
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -97,7 +97,8 @@ class Tokenizer:
         """
         self._added = added
         self._hidden = frozenset(token.id for token in added.values() if token.control)
-        self._controls = Finder(text for text, token in added.items() if token.control)
+        controls = (text for text, token in added.items() if token.control)
+        self._controls = sorted(controls, key=len, reverse=True)
         # ids in all
         self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])
         texts = {name: _token_text(config, name) for name in SPECIAL}
@@ -118,6 +119,7 @@ class Tokenizer:
         Raises: ValueError when there is none, or it is corrupt, of an unknown kind, or needs a
         package that is missing.
         """
+        _need_tokenizers(path)
         if is_gguf(path):
             return _of_gguf(path)
         model = path / "tokenizer.model"
@@ -162,12 +164,10 @@ class Tokenizer:
 
         A chat template may put it anywhere, but in pieces.
         """
-        parts = []
-        begin = 0
-        for start, _ in self._controls.find(text):
-            parts.append(text[begin : start + 1])
-            begin = start + 1
-        return MARK.join((*parts, text[begin:]))
+        for name in self._controls:  # the longest first, as one may begin like another
+            if name in text:
+                text = text.replace(name, name[0] + MARK + name[1:])
+        return text
 
     def decode(self, ids: Iterable[int], continuation: bool = False) -> str:
         """Return the text of `ids`, without control tokens.
@@ -302,7 +302,6 @@ def _of_gguf(path: Path) -> Tokenizer:
     metadata = load_part("reader", "gguf header")(path).metadata
     config = reader.tokenizer_config(metadata)
     if metadata.get("tokenizer.ggml.model") in ("gpt2", "gemma4"):
-        _need_tokenizers(path)
         return JsonTokenizer(reader.read_bpe(metadata), config, path)
     model, added = reader.read_sentencepiece(metadata)
     with read_untrusted(path, "use --prompt_ids", "holds no sentencepiece model"):
@@ -438,32 +437,22 @@ class SentencePieceTokenizer(Tokenizer):
                 prefixed = False
         super().__init__(added, len(sp), {**defaults, "add_bos_token": True, **config}, prefixed)
         self._text_of = {token.id: text.encode() for text, token in added.items()}
-        plain = [text for text, token in added.items() if not token.control]
-        self._tokens = {True: Finder(added), False: Finder(plain)}  # by `special`
+        self._splitter = _splitter(added)
+        tokens = self._splitter.get_added_tokens_decoder()
+        self._ids = {i: added[token.content].id for i, token in tokens.items()}
 
     def _encode(self, text: str, special: bool) -> list[int]:
+        self._splitter.encode_special_tokens = not special
+        parts = self._splitter.encode(text, add_special_tokens=False)
         ids = []
-        for part in self._parts(text, special):
-            if isinstance(part, Added):
-                ids.append(part.id)
-            elif part:
-                ids += (self._sp_inside if ids else self._sp).encode(part.replace(MARK, ""))
-        return ids
-
-    def _parts(self, text: str, special: bool) -> Iterator[str | Added]:
-        """Yield plain text and tokens in turn. Tokens take white space as `tokenizers` does."""
-        begin = 0
-        for start, match in self._tokens[special].find(text):
-            if start < begin:  # within white space that a token took
+        for part, (begin, end) in zip(parts.ids, parts.offsets):
+            if part in self._ids:
+                ids.append(self._ids[part])
                 continue
-            token = self._added[match]
-            plain = text[begin:start]
-            yield plain.rstrip() if token.lstrip else plain
-            yield token
-            begin = start + len(match)
-            if token.rstrip:
-                begin = WHITE.match(text, begin).end()
-        yield text[begin:]
+            plain = text[begin:end].replace(MARK, "")
+            if plain:
+                ids += (self._sp_inside if ids else self._sp).encode(plain)
+        return ids
 
     def _piece(self, id: int) -> bytes:
         if id in self._text_of:
@@ -566,41 +555,24 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
+def _splitter(added: dict[str, Added]) -> Any:
+    """Return a `tokenizers.Tokenizer` that splits off added tokens; a text between is one part."""
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({MARK: 0}, unk_token=MARK)
+    splitter = tokenizers.Tokenizer(model)
+    kinds: dict[bool, list] = {True: [], False: []}  # by whether they are control tokens
+    for text, token in added.items():
+        strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+        kinds[token.control].append(tokenizers.AddedToken(text, normalized=False, **strips))
+    splitter.add_special_tokens(kinds[True])  # each call compiles them all
+    splitter.add_tokens(kinds[False])
+    return splitter
+
+
 def _is_prefixed(sp: SentencePieceProcessor) -> bool:
     """Return whether a model puts a space before a text."""
     return "".join(sp.encode("a", out_type=str)).startswith("▁")
-
-
-class Finder:
-    """Finds tokens in a text, at every place the longest.
-
-    Gemma has 6,414. A regular expression of all takes 0.2 s to compile, and as many comparisons at
-    a place; one of their first two characters finds the few places where a token may be.
-    """
-
-    def __init__(self, tokens: Iterable[str]):
-        self._tokens = frozenset(tokens)
-        begins = {token[:2] for token in self._tokens}
-        choices = "|".join(re.escape(begin) for begin in sorted(begins))
-        self._place = re.compile(choices or "(?!)")  # (?!) never matches
-        lengths: dict[str, set[int]] = {}
-        for token in self._tokens:
-            lengths.setdefault(token[0], set()).add(len(token))
-        # first character -> lengths of its tokens, the longest first
-        self._lengths = {first: sorted(some, reverse=True) for first, some in lengths.items()}
-
-    def find(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield the tokens in `text`, each with its start."""
-        at = 0
-        while place := self._place.search(text, at):
-            start = place.start()
-            at = start + 1
-            for length in self._lengths[text[start]]:
-                token = text[start : start + length]
-                if token in self._tokens:
-                    yield start, token
-                    at = start + len(token)
-                    break
 
 
 def _added_tokens(path: Path, config: dict) -> dict[str, Added]:

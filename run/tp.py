@@ -63,6 +63,7 @@ class ShardedFiles(TensorSource):
         self.block_types = files.block_types
         self.type_of = files.type_of
         self.makes_tensors = files.makes_tensors
+        self.has_groups_of_int8 = files.has_groups_of_int8
         self.here = here
         config = read_config(files.path, files.config)
         self.full_config = config

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece as spm
 
 import files.tokenizer
-from files.tokenizer import Finder, Tokenizer
+from files.tokenizer import Tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -382,16 +382,3 @@ def test_unknown_decoder(tmp_path):
 def test_missing_package(json_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert_refused(json_dir, "pip install tokenizers")
-
-
-def test_the_longest_added_token_is_found_at_every_place():
-    """As a regular expression of all tokens finds them, the longest first."""
-    rng = random.Random(0)
-    for _ in range(300):
-        tokens = {
-            "".join(rng.choices("ab \n<", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 9))
-        }
-        text = "".join(rng.choices("ab \n<c", k=40))
-        longest = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
-        expected = [(found.start(), found[0]) for found in re.finditer(longest, text)]
-        assert list(Finder(tokens).find(text)) == expected, (tokens, text)
