@@ -366,6 +366,11 @@ def test_broken_files_end_in_one_line(name, tmp_path, capfd):
             fault = fault or "not named"
         assert not fault, f"{name}, {how}: {fault}\n{found}"
         refusals += found.status == 2
+        # a template may be of any length, and a draft of any numbers
+        certain = how in ("empty", "half", "a few bytes") and name != "chat template"
+        certain = certain or (how == "not finite" and "head" not in name)
+        runs = found.status == 0 and kind.damages is not JSON
+        assert not (certain and runs), f"{name}, {how}: it runs"
     assert refusals >= len(kind.damages) / 2, f"{refusals} of {len(kind.damages)} are refused"
 
 
