@@ -44,7 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's r
 
 from files.fetch import fetched
 from files.gguf_header import read_header
-from files.io import folder_lock, is_gguf, read_json, read_text, write_text
+from files.io import is_gguf, read_json, read_text, write_text
+from files.lock import folder_lock
 from files.registry import check_architecture
 from options import log_note, require
 from run.options import DEFAULT, ROOT, pick_device
