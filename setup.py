@@ -26,7 +26,6 @@ DATA = (
     "backends/cpp/*.h",
     "backends/triton/measured/*.json",
     "server/*.html",
-    "scripts/bench/*.cpp",
     "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle/*",
     "data/eval/*.jsonl",
     "data/licenses/*",

@@ -28,8 +28,7 @@ PROGRAMS = {
     "download": ("scripts.download",),
     "export": ("scripts.export_head",),
     "datastore": ("scripts.build_datastore",),
-    "bench": ("scripts.bench.peers",),
-    "papers": ("scripts.bench.papers",),
+    "measure": ("scripts.measure",),
 }
 USAGE = f"""usage: gpt-eagle "a question" [flags of generate]
        gpt-eagle PROGRAM [flags]

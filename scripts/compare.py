@@ -5,13 +5,13 @@
 1. The drafters: none; a lookup in the text (ngram); Token Recycling; with heads of any kind, given
    or bundled, chains, dynamic trees, `--tree auto`, which learns a tree while it decodes, and an
    EAGLE head's dynamic tree with lookups.
-2. All decode the same prompts in turn in one process, one prompt untimed first (bench/papers.py).
+2. All decode the same prompts in turn in one process, one prompt untimed first (measure.py speed).
 3. The fastest over all prompts is recommended. Vanilla decoding is, where no other is faster.
 
 A line holds: speedup = tau / (verify + draft of a vanilla pass), its bound, the quartiles of the
 speedup over prompts, and the share of sequences that are equal to vanilla's.
 Not here: draft models, datastores, Lookahead, which is slower than vanilla wherever it was
-measured, and tables by task (scripts/bench/papers.py has them all).
+measured, and tables by task (scripts/measure.py speed has them all).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from files.registry import check_architecture
 from run.options import DEFAULT, GenerateConfig
 from run.parsing import SWITCHES, one_line_errors, option, parse
 from run.prompts import prompts_of_file
+from scripts.bench.cases import SpeedOptions
 
 WITHOUT_HEAD = ("none", "ngram", "recycling")
 
@@ -63,18 +64,18 @@ class CompareConfig:
     context: int = option(0, "KV capacity in tokens; 0: as of generate.py", least=0)
     device: str = option("", "cpu or cuda; default: cuda if there is one")
 
-    def bench(self, tasks: str) -> papers.BenchConfig:
+    def bench(self, tasks: str) -> SpeedOptions:
         """Return the options of the measurement. tasks: the file of the prompts"""
         methods = [*WITHOUT_HEAD]
         for kind, of_kind in OF_KIND.items():
-            if not self.heads and papers.has_head(self.checkpoint, kind):
+            if not self.heads and has_head(self.checkpoint, kind):
                 methods += of_kind
         for path in map(Path, self.heads.split(",") if self.heads else ()):
             if not is_gguf(path):
                 check_directory(path)
-            named = papers.head_option(path)
+            named = head_option(path)
             methods += [f"{method}:{named}" for method in OF_KIND[head_kind(path)]]
-        return papers.BenchConfig(
+        return SpeedOptions(
             checkpoint=self.checkpoint,
             tasks=tasks,
             limit=self.limit,
@@ -84,7 +85,6 @@ class CompareConfig:
             options=f"context={self.context}" if self.context else "",
             chat=self.chat,
             max_new_tokens=self.max_new_tokens,
-            traced=1,
             device=self.device,
         )
 
@@ -106,20 +106,21 @@ def read_command(argv: list[str] | None = None) -> CompareConfig:
 # --help and mistakes are answered before the imports below, which take seconds
 COMMAND = read_command() if __name__ == "__main__" else None
 
-from scripts.bench import papers
-from scripts.bench.report import explained
+from scripts.bench import speed
+from scripts.bench.methods import CHAIN, Setting, has_head, head_option, method_config
+from scripts.bench.table import explained
 
 OF_KIND = {  # of a head
     "eagle": ("eagle:dynamic", "eagle+ngram", "eagle:auto"),
-    "medusa": (f"medusa:{papers.CHAIN}", "medusa:dynamic", "medusa:auto"),
-    "hydra": (f"hydra:{papers.CHAIN}", "hydra:dynamic", "hydra:auto"),
-    "block": (f"block:{papers.CHAIN}", "block:dynamic", "block:auto"),
-    "mtp": (f"mtp:{papers.CHAIN}", "mtp:dynamic", "mtp:auto"),
-    "assistant": (f"assistant:{papers.CHAIN}", "assistant:dynamic", "assistant:auto"),
+    "medusa": (f"medusa:{CHAIN}", "medusa:dynamic", "medusa:auto"),
+    "hydra": (f"hydra:{CHAIN}", "hydra:dynamic", "hydra:auto"),
+    "block": (f"block:{CHAIN}", "block:dynamic", "block:auto"),
+    "mtp": (f"mtp:{CHAIN}", "mtp:dynamic", "mtp:auto"),
+    "assistant": (f"assistant:{CHAIN}", "assistant:dynamic", "assistant:auto"),
 }
 
 
-def measure(config: CompareConfig) -> tuple[papers.BenchConfig, list[dict[str, Any]]]:
+def measure(config: CompareConfig) -> tuple[SpeedOptions, list[dict[str, Any]]]:
     """Measure every drafter. Returns: the options of the measurement; a row of its log for each.
 
     Raises: ValueError.
@@ -131,7 +132,7 @@ def measure(config: CompareConfig) -> tuple[papers.BenchConfig, list[dict[str, A
         tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         bench = config.bench(str(tasks))
         bench.check()
-        return bench, papers.run(bench)
+        return bench, speed.measure(bench)
 
 
 def described(row: dict[str, Any], plain: dict[str, Any]) -> str:
@@ -152,10 +153,10 @@ def fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return max(rows, key=lambda row: row["tokens"] / row["decode_s"] if row["decode_s"] else 0.0)
 
 
-def command(config: CompareConfig, bench: papers.BenchConfig, method: str) -> str:
+def command(config: CompareConfig, bench: SpeedOptions, method: str) -> str:
     """Return the command line of generate.py that decodes the prompts as the measurement did."""
-    setting = papers.Setting(config.quant, config.temperature, 1)
-    chosen = papers.method_config(method, setting, bench)
+    setting = Setting(config.quant, config.temperature, 1)
+    chosen = method_config(method, setting, bench)
     words = ["python", "generate.py"]
     for f in fields(GenerateConfig):
         value = getattr(chosen, f.name)

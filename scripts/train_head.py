@@ -10,7 +10,7 @@
 3. Training, over three steps of a chain: HASS, which has the layout of EAGLE-1, or EAGLE-3 for a
    million tokens and more; then the sharpness (train/train_eagle.py). With `--kind dflash2` it is
    a block drafter (train/train_block.py). It ends by the clock.
-4. Evaluation: a chain and trees beside vanilla decoding, by task (bench/papers.py). Then the model
+4. Evaluation: a chain and trees beside vanilla decoding, by task (measure.py speed). Then the model
    card, `README.md`, and `training.json` are written, and of an EAGLE-3 head GGUF files for
    llama.cpp (export_head.py).
 
@@ -170,9 +170,9 @@ import torch
 from files.config import read_raw
 from run.methods import head_kinds
 from scripts import export_head
-from scripts.bench import papers
-from scripts.bench.measure import shown_path
-from scripts.bench.report import BRIEF, tables
+from scripts.bench.cases import SpeedOptions, shown_path
+from scripts.bench.speed import measure as measure_speed
+from scripts.bench.table import BRIEF, tables
 from scripts.train import train_block, train_eagle, training
 from scripts.train.feature_cache import check_room, weights_hash
 from scripts.train.generate_answers import AnswerConfig, answer, read_turns
@@ -416,13 +416,12 @@ def evaluate(job: Job) -> None:
     """Stage 3. Writes: OUT/evaluation.jsonl, OUT/README.md, OUT/training.json."""
     config = job.config
     tasks = TASKS.split(",")
-    bench = papers.BenchConfig(
+    bench = SpeedOptions(
         checkpoint=config.checkpoint,
-        eagle=config.out,
+        head=config.out,
         tasks=TASKS,
         methods=METHODS.format(KINDS[config.kind].draft),
         limit=PROMPTS,
-        traced=1,
         chat=config.chat,
         threads=config.threads,
         device=config.device,
@@ -435,7 +434,7 @@ def evaluate(job: Job) -> None:
         spent_s = job.state["seconds"]["evaluation"]
         return spent_s >= (left_s + spent_s) * (task + 1) / len(tasks)
 
-    rows = papers.run(bench, is_over)
+    rows = measure_speed(bench, is_over)
     job.tick("evaluation")
     info = read_json(job.out / "training.json")
     info["run"] = asdict(config) | job.state

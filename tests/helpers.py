@@ -556,7 +556,7 @@ def refused(capsys, command: Callable[..., Any], *operands: Any, prints: bool = 
     *notes, error = err.splitlines()
     assert stop.value.code == 2 and (prints or out == ""), (out, err)
     assert all(line.startswith("note: ") for line in notes), err
-    assert re.match(r"\w+\.py: ", error), err
+    assert re.match(r"\w+\.py( \w+)?: ", error), err
     return error
 
 

@@ -1,8 +1,8 @@
 """Plans of products that were measured on a device, in place of estimates.
 
-scripts/gpu/sweep.py measures and writes them. A file measured/NAME.json beside this one, NAME from
-`file_name`, holds on all devices of that name; without one, qmatmul.py estimates. The splits of a
-product are the same for all numbers of rows, on which a row's bits do not depend.
+scripts/measure.py plans measures and writes them. A file measured/NAME.json beside this one, NAME
+from `file_name`, holds on all devices of that name; without one, qmatmul.py estimates. The splits
+of a product are the same for all numbers of rows, on which a row's bits do not depend.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measured_on(device: str) -> dict[str, MeasuredProduct]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} has no plans that can be used ({error}); write it anew with "
-            "scripts/gpu/sweep.py, or remove it"
+            "scripts/measure.py plans, or remove it"
         ) from None
 
 

@@ -39,7 +39,7 @@ MEASURED = ("", "bf16")  # scales of the forms in plans.py
 FUSED = ("add", "rotary")  # epilogues of epilogues.py, which add their own partial sums
 EPILOGUES = ("none", "fp32", "swiglu", *FUSED)
 # blocks of 64 outputs for each processor that use the bandwidth; so the plans have the splits that
-# sweep.py chose on an H200, for all ten products in 4 and in 16 bits
+# `measure.py plans` chose on an H200, for all ten products in 4 and in 16 bits
 BUSY = 1.45
 BUSY_GGUF = 3.0  # of GGUF's types, which take twice the instructions: an estimate
 SUM = 7  # how many times these a second kernel costs, in K-blocks: an estimate
@@ -148,8 +148,8 @@ def fit(
 ) -> ProductPlan:
     """Return the plan for `tokens` rows of x per block, or fewer where they would not fit.
 
-    Blocks of 64 rows of W, and these stages, were the fastest on an H200, or close to it: sweep.py
-    chose 64 rows in 26 of 30 cases.
+    Blocks of 64 rows of W, and these stages, were the fastest on an H200, or close to it:
+    `measure.py plans` chose 64 rows in 26 of 30 cases.
     """
     if dtype == torch.float32:  # slow in any case; other numbers of warps and stages spill
         if 0 < group < 64:

@@ -1,9 +1,5 @@
 """The fidelity of every weight format: how close its logits lie to those of the file's own weights.
 
-    python scripts/bench/fidelity.py                    # the default model, every format
-    python scripts/bench/fidelity.py --questions        # right answers by format
-    python scripts/bench/fidelity.py --checkpoint DIR --text some.txt --also DIR-GPTQ,DIR-FP8
-
 1. The reference is the checkpoint's weights in fp32, with PyTorch's operators. Every other row is
    loaded as a user loads it, and reads a whole prompt in one pass over a cache. llama.cpp reads the
    same GGUF file, where its Python package is installed. `--also` adds directories that others
@@ -14,45 +10,16 @@
 3. `--questions` counts right answers of greedy decoding with the model's own chat template.
 
 Prompts: the first turns of bundled texts, or pieces of `--text`, up to TOKENS each, all positions.
-Not here: the change of tau (papers.py, as `--methods eagle:dynamic:quant_draft=int4`).
+Not here: the change of tau (speed.py, as `--methods eagle:dynamic:quant_draft=int4`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
-from files.io import check_outputs, is_gguf, write_text
-from run.options import DEFAULT, ROOT, GenerateConfig
-from run.parsing import one_line_errors, option, parse
-
-
-@dataclass(frozen=True)
-class FidelityConfig:
-    """Options. Units and effects are in the help texts."""
-
-    checkpoint: str = option(
-        DEFAULT, "the model: a Hugging Face directory in 16 bits, or a GGUF file"
-    )
-    also: str = option("", "quantized directories of the same model, separated by commas")
-    text: str = option("", "text files, separated by commas; default: bundled prompts")
-    prompts: int = option(2, "prompts of each bundled text, or pieces of each file", least=1)
-    questions: bool = option(
-        False, "count the right answers to simple questions by format, and nothing else"
-    )
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
-    json: str = option("", "write the results to this file")
-
-
-# --help and mistakes are answered before the imports below, which take seconds
-COMMAND = parse(FidelityConfig, "fidelity.py", __doc__) if __name__ == "__main__" else None
 
 import torch
 from torch import Tensor
@@ -60,13 +27,18 @@ from tqdm import tqdm
 
 from files.config import read_config
 from files.fetch import fetched
+from files.io import is_gguf
 from files.tokenizer import Tokenizer
 from files.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
 from run.generate import generate
 from run.load import load
-from scripts.bench.measure import environment, shown_path
+from run.options import ROOT, GenerateConfig
+from scripts.bench.cases import FidelityOptions, shown_path
+from scripts.bench.common import Log, environment
+from scripts.bench.llama_peer import LlamaCpp
+from scripts.bench.table import markdown
 
 TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
@@ -120,8 +92,6 @@ def logits_of(model: Transformer, prompts: list[list[int]], dtype: torch.dtype) 
 
 def llama_logits(file: Path, prompts: list[list[int]], kv: str = "") -> list[Tensor]:
     """Return llama.cpp's logits of every prompt, [T, V] fp32 each. kv: of `LlamaCpp`"""
-    from scripts.bench.llama_peer import LlamaCpp
-
     peer = LlamaCpp(file, TOKENS, torch.get_num_threads(), TOKENS, kv=kv)
     logits = [torch.from_numpy(peer.feed(prompt, 0, every=True).copy()) for prompt in prompts]
     peer.close()
@@ -171,7 +141,7 @@ def formats(path: Path, also: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 @torch.inference_mode()
-def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
+def fidelity(path: Path, config: FidelityOptions) -> list[dict]:
     """Measure every format, and llama.cpp where it can run. Returns: a record a row."""
     prompts = read_prompts(Tokenizer.load(path), config.prompts, config.text)
     rows_to_load = list(formats(path, config.also))
@@ -190,15 +160,6 @@ def fidelity(path: Path, config: FidelityConfig) -> list[dict]:
         except ImportError:
             print("note: llama-cpp-python is not installed; no row of llama.cpp")
     return [{"row": name} | row._asdict() for name, row in rows.items()]
-
-
-def fidelity_table(records: list[dict]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
-    yield "| against the weights in fp32 | rms | best token equal | KL | perplexity |"
-    yield "|---|---|---|---|---|"
-    for r in records:
-        best = f"{100 * r['best']:.1f} %"
-        yield f"| {r['row']} | {r['rms']:.3f} | {best} | {r['kl']:.5f} | {r['ppl']:.3f} |"
 
 
 # ---------------------------------------------------------------------------------------- questions
@@ -230,39 +191,26 @@ def questions(path: Path, also: str) -> list[dict]:
     return records
 
 
-def questions_table(records: list[dict]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
-    yield "| format | right answers |"
-    yield "|---|---|"
-    for r in records:
-        yield f"| {r['row']} | {r['right']} of {r['of']} |"
-
-
-def run(config: FidelityConfig) -> None:
+def run(config: FidelityOptions) -> None:
     """Measure and print everything."""
     if config.threads:
         torch.set_num_threads(config.threads)
     path = fetched(config.checkpoint)
-    machine = environment("cpu")
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    document = {"environment": machine, "checkpoint": shown_path(str(path))}
+    log = Log(config.json, "--json")
+    made = {"environment": environment("cpu"), "checkpoint": shown_path(str(path))}
+    print(", ".join(f"{key} {value}" for key, value in made["environment"].items()))
     if config.questions:
-        document["questions"] = questions(path, config.also)
-        print("\n".join(questions_table(document["questions"])))
+        rows = questions(path, config.also)
+        lines = [[r["row"], f"{r['right']} of {r['of']}"] for r in rows]
+        print(markdown(("format", "right answers"), lines))
     else:
-        document["fidelity"] = fidelity(path, config)
-        print("\n".join(fidelity_table(document["fidelity"])))
-    if config.json:
-        write_text(config.json, json.dumps(document))
+        rows = fidelity(path, config)
+        head = ("against the weights in fp32", "rms", "best token equal", "KL", "perplexity")
+        print(markdown(head, map(cells, rows)))
+    log.add([row | made for row in rows])
 
 
-def main() -> None:
-    """Run the command line."""
-    config = COMMAND or parse(FidelityConfig, "fidelity.py", __doc__)
-    with one_line_errors("fidelity.py"):
-        check_outputs({"--json": config.json})
-        run(config)
-
-
-if __name__ == "__main__":
-    main()
+def cells(r: dict) -> list[str]:
+    """Return the cells of a format."""
+    numbers = [f"{r['rms']:.3f}", f"{100 * r['best']:.1f} %", f"{r['kl']:.5f}", f"{r['ppl']:.3f}"]
+    return [r["row"], *numbers]

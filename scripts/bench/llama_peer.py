@@ -26,19 +26,17 @@ from tqdm import tqdm
 from files.config import open_source, read_config
 from model import weight_names
 from models.mixtures import has_head_norms
-from options import log_note
 from run.session import common_prefix
 from scripts import gguf_file
 
 EAGLE3_TOKENS = 3  # drafted in a chain: llama.cpp's default (--spec-draft-n-max)
 # architectures of ours that hand out the inputs of their layers in it; beside others it aborts
 EAGLE3_TARGETS = ("llama", "qwen3", "qwen3moe")
-NEAR_TIE = 0.5  # of logits: 4 times the rms of its own rounding (fidelity.py)
 Drafter = Callable[[np.ndarray], np.ndarray]  # the text so far, [T] int32 -> drafted tokens
 
 
 def write_gguf(checkpoint: Path, file: Path, kind: str) -> None:
-    """Write a LLaMA. kind: of the weights, one of peers.FORMATS. Writes: `file`.
+    """Write a LLaMA. kind: of the weights, one of cases.FORMATS. Writes: `file`.
 
     Raises: ValueError for a model that this writer does not know.
     """
@@ -344,25 +342,3 @@ def decode(
         logits = peer.feed([int(text[known - 1]), *drafted], known - 1, every=True)
         own = logits.argmax(-1).tolist()
         new = own[: common_prefix(drafted, own) + 1]
-
-
-def check_drafted(peer: LlamaCpp, prompt: list[int], plain: list[int], drafted: list[int]) -> None:
-    """Check that drafts did not change a peer's tokens.
-
-    Passes of another width sum in another order. At a near tie of logits either token may follow;
-    a note reports it. Raises: ValueError for any other difference.
-    """
-    same = common_prefix(plain, drafted)
-    if same == len(plain):
-        return
-    logits = peer.prefill(prompt + plain[:same])[-1]
-    gap = float(abs(logits[plain[same]] - logits[drafted[same]]))
-    where = (
-        f"llama.cpp with and without a draft part at token {same + 1}, "
-        f"whose logits differ by {gap:.4f}"
-    )
-    if gap > NEAR_TIE:
-        raise ValueError(
-            f"{where}: more than {NEAR_TIE}, so it is no near tie; drafts are verified wrongly"
-        )
-    log_note(f"{where}, a near tie")

@@ -1,8 +1,5 @@
 """Record a prompt's two answers, with drafts and without, and draw the race as a moving picture.
 
-    python scripts/bench/race.py --json benchmarks/results/race.json --out docs/race.svg
-    python scripts/bench/race.py --recorded benchmarks/results/race.json --out docs/race.svg
-
 1. One model decodes the prompt in turn with drafts and without. Every piece of text is noted with
    the seconds since the request. Of several rounds the one of median length is kept, for each side.
 2. The picture plays the recorded times on two clocks, slowed down by a whole number that it names.
@@ -17,22 +14,22 @@ from __future__ import annotations
 
 import html
 import json
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
-from files.io import check_outputs, write_text
+from drafts.presets import PresetPolicy
+from files.io import write_text
 from options import require
-from run.options import DEFAULT
-from run.parsing import one_line_errors, option, parse
+from run.engine import Engine
+from run.generate import load, stream
+from run.load import without_draft
+from scripts.bench.cases import RaceOptions
+from scripts.bench.common import environment, in_turn
 
-ABOUT = "Record and draw a race of two answers."
 TITLES = ("without drafts", "with drafts (the default)")
 PLAYED_S = 7.0  # length of the slower answer in the picture, about
 PAUSE_S = 3.0  # at the end, before it begins anew
@@ -57,20 +54,6 @@ text { font: 13.2px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328; whi
 """
 
 
-@dataclass(frozen=True)
-class RaceConfig:
-    """Options."""
-
-    checkpoint: str = option(DEFAULT, "the target, as generate.py's")
-    prompt: str = option("Write a Python function that sorts a list.", "a user's words")
-    max_new_tokens: int = option(256, "longest answer in tokens", least=1)
-    rounds: int = option(5, "runs of each side, in turn", least=1)
-    machine: str = option("", "its name in the corner; default: as the processor says")
-    json: str = option("", "where to write the recorded times")
-    recorded: str = option("", "recorded times to draw, instead of new ones")
-    out: str = option("", "picture to write, an SVG")
-
-
 class Side(NamedTuple):
     """An answer: its pieces, each with its seconds since the request, and its number of tokens."""
 
@@ -88,29 +71,20 @@ class Side(NamedTuple):
         return "".join(text for _, text in self.pieces)
 
 
-def record(config: RaceConfig) -> dict[str, Any]:
+def record(config: RaceOptions) -> dict[str, Any]:
     """Decode the prompt on both sides. Returns: what `picture` draws.
 
     Raises: ValueError where the texts differ.
     """
-    from drafts.presets import PresetPolicy
-    from run.generate import load
-    from run.load import without_draft
-    from scripts.bench.measure import environment
-
     engine = load(checkpoint=config.checkpoint, max_new_tokens=config.max_new_tokens)
     fault = f"{config.checkpoint} has no chat template; name another --checkpoint"
     require(engine.template is not None, fault)
     if isinstance(engine.policy, PresetPolicy):
         engine.policy.kept = None  # else an answer would be found in that of the run before
-    engines = (without_draft(engine), engine)
-    for warming in engines:
-        answered(warming, config.prompt)
-    runs: tuple[list[Side], list[Side]] = ([], [])
-    for _ in range(config.rounds):
-        for one, done in zip(engines, runs):
-            done.append(answered(one, config.prompt))
-    sides = [sorted(done, key=lambda side: side.seconds)[len(done) // 2] for done in runs]
+    engines = dict(zip(TITLES, (without_draft(engine), engine)))
+    runs = {title: partial(answered, one, config.prompt) for title, one in engines.items()}
+    taken = in_turn(runs, config.rounds, "race")
+    sides = [sorted(done, key=lambda side: side.seconds)[len(done) // 2] for done in taken.values()]
     require(sides[0].text == sides[1].text, "the two texts differ")
     made_on = environment(engine.option("device"))
     return {
@@ -124,10 +98,8 @@ def record(config: RaceConfig) -> dict[str, Any]:
     }
 
 
-def answered(engine: Any, prompt: str) -> Side:
+def answered(engine: Engine, prompt: str) -> Side:
     """Decode a prompt. Returns: the pieces by their arrival."""
-    from run.generate import stream
-
     began = time.monotonic()
     pieces = []
     for text in stream(engine, [{"role": "user", "content": prompt}]):
@@ -237,21 +209,13 @@ def read_race(path: Path) -> dict[str, Any]:
     return race
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config = parse(RaceConfig, "race.py", ABOUT, argv)
-    with one_line_errors("race.py"):
-        require(bool(config.out or config.json), "name a picture with --out, or times with --json")
-        check_outputs({"--json": config.json, "--out": config.out})
-        race = read_race(Path(config.recorded)) if config.recorded else record(config)
-        if config.json:
-            write_text(config.json, json.dumps(race, indent=1))
-        if config.out:
-            write_text(config.out, picture(race))
-        for title, side in zip(TITLES, (Side(**side) for side in race["sides"])):
-            rate = side.tokens / side.seconds
-            print(f"{title}: {side.tokens} tokens in {side.seconds:.2f} s, {rate:.0f} tokens/s")
-
-
-if __name__ == "__main__":
-    main()
+def run(config: RaceOptions) -> None:
+    """Record a race, or read one; draw it."""
+    race = read_race(Path(config.recorded)) if config.recorded else record(config)
+    if config.json:
+        write_text(config.json, json.dumps(race, indent=1))
+    if config.out:
+        write_text(config.out, picture(race))
+    for title, side in zip(TITLES, (Side(**side) for side in race["sides"])):
+        rate = side.tokens / side.seconds
+        print(f"{title}: {side.tokens} tokens in {side.seconds:.2f} s, {rate:.0f} tokens/s")

@@ -1,7 +1,5 @@
 """Time a start: from the command to the first text and to the end, beside llama.cpp.
 
-    python scripts/bench/start.py --llama_python .venv-llama/bin/python
-
 1. Every start is a process of its own, with its standard output in a pipe. The first byte there is
    the first text. An answer is cut at a short and a long length.
 2. Rounds run the contestants in turn. A first start fills generate.py's caches. `--cold` empties
@@ -17,7 +15,6 @@ tokens/s is of decoding alone, as each contestant counts it. The model must be d
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -25,33 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+from functools import partial
+from typing import NamedTuple
 
 from run.options import DEFAULT, ROOT
-from run.parsing import one_line_errors, option, parse
-
-
-@dataclass(frozen=True)
-class StartConfig:
-    """Options. Units and effects are in the help texts."""
-
-    llama_python: str = option(
-        "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
-    )
-    threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
-    rounds: int = option(3, "second starts of every contestant", least=1)
-    cold: bool = option(False, "also print a first start with empty caches")
-
-
-# --help and mistakes are answered before the imports below, which take seconds
-COMMAND = parse(StartConfig, "start.py", __doc__) if __name__ == "__main__" else None
-
 from run.session import common_prefix
-from scripts.bench.measure import Series, environment
+from scripts.bench.cases import StartOptions
+from scripts.bench.common import Log, Series, environment, in_turn
+from scripts.bench.table import markdown
 
 PROMPT = "Write a long story about a lighthouse keeper."
 LENGTHS = (50, 500)  # tokens, at which the answer is cut
@@ -121,7 +99,7 @@ def start(command: list[str], caches: str) -> Start:
     return Start(first or end, end, output.decode().rstrip("\n"), tokens, speed)
 
 
-def contestants(config: StartConfig) -> dict[str, list[str]]:
+def contestants(config: StartOptions) -> dict[str, list[str]]:
     """Return the commands by their names in the table."""
     commands = {}
     for length in LENGTHS:
@@ -135,65 +113,47 @@ def contestants(config: StartConfig) -> dict[str, list[str]]:
     return commands
 
 
-def measured(config: StartConfig) -> dict[str, list[Start]]:
+def measured(config: StartOptions) -> dict[str, list[Start]]:
     """Run all contestants in turn. Raises: ValueError for one that fails or changes its text."""
-    commands = contestants(config)
-    starts: dict[str, list[Start]] = {name: [] for name in commands}
     texts: dict[str, str] = {}
+
+    def one(name: str, command: list[str], caches: str) -> Start:
+        made = start(command, caches)
+        if name not in texts and config.cold:
+            times = f"first text {made.first_s:.1f} s, end {made.end_s:.1f} s"
+            print(f"first start, {name}: {times}", flush=True)
+        if texts.setdefault(name, made.text) != made.text:
+            raise ValueError(f"{name}: a start gave another text than the first one")
+        return made
+
     with tempfile.TemporaryDirectory() as empty:
         caches = empty if config.cold else ""
-        for number in range(config.rounds + 1):
-            for name, command in commands.items():
-                run = start(command, caches)
-                if texts.setdefault(name, run.text) != run.text:
-                    raise ValueError(
-                        f"{name}: start {number + 1} gave another text than the first one"
-                    )
-                if number:  # the first fills caches
-                    starts[name].append(run)
-                elif config.cold:
-                    times = f"first text {run.first_s:.1f} s, end {run.end_s:.1f} s"
-                    print(f"first start, {name}: {times}", flush=True)
-    return starts
+        commands = contestants(config)
+        runs = {name: partial(one, name, command, caches) for name, command in commands.items()}
+        return in_turn(runs, config.rounds, "starts")  # the first round fills caches
 
 
-def summary(name: str, runs: list[Start]) -> dict[str, Any]:
-    """Print a contestant's line. Returns: it as a dict."""
-    first = Series.of([run.first_s for run in runs])
-    end = Series.of([run.end_s for run in runs])
-    speed = Series.of([run.tokens_per_s for run in runs])
-    tokens = runs[0].tokens
-    times = f"first text {first.text(1, 2)} s, end {end.text(1, 2)} s"
-    print(f"{name:24} {times}, {tokens} tokens at {speed.text(1, 1)}/s")
-    row = {"name": name, "first_s": first, "end_s": end}
-    return row | {"tokens": tokens, "tokens_per_s": speed}
-
-
-def bench(config: StartConfig) -> None:
+def run(config: StartOptions) -> None:
     """Measure and print."""
     machine = environment("cpu")
+    log = Log(config.json, "--json")
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     starts = measured(config)
-    print(f"second starts, median (range) of {config.rounds}:")
-    rows = [summary(name, runs) for name, runs in starts.items()]
-    for length in LENGTHS:
-        texts = {
-            name: runs[0].text for name, runs in starts.items() if name.startswith(f"{length},")
-        }
-        reference = texts[f"{length}, gpt-eagle"]
-        for name, text in texts.items():
-            same = common_prefix(text, reference)
-            if text != reference:
-                parts = f"{text[same:][:30]!r}, not {reference[same:][:30]!r}"
-                print(f"{name}: another text from character {same} on: {parts}")
-    print(json.dumps({"environment": machine, "rows": rows}))
-
-
-def main() -> None:
-    """Run the command line."""
-    with one_line_errors("start.py"):
-        bench(COMMAND or parse(StartConfig, "start.py", __doc__))
-
-
-if __name__ == "__main__":
-    main()
+    lines = []
+    for name, runs in starts.items():
+        first = Series.of([one.first_s for one in runs])
+        end = Series.of([one.end_s for one in runs])
+        speed = Series.of([one.tokens_per_s for one in runs])
+        tokens = runs[0].tokens
+        lines.append([name, first.text(1, 2), end.text(1, 2), str(tokens), speed.text(1, 1)])
+        row = {"name": name, "first_s": first, "end_s": end, "tokens": tokens}
+        log.add([row | {"tokens_per_s": speed, "environment": machine}])
+    print(f"second starts, median (range) of {config.rounds}:\n")
+    print(markdown(("tokens at most", "first text s", "end s", "tokens", "tokens/s"), lines))
+    for name, runs in starts.items():
+        text = runs[0].text
+        reference = starts[f"{name.partition(',')[0]}, gpt-eagle"][0].text
+        same = common_prefix(text, reference)
+        if text != reference:
+            parts = f"{text[same:][:30]!r}, not {reference[same:][:30]!r}"
+            print(f"{name}: another text from character {same} on: {parts}")

@@ -7,7 +7,7 @@
 3. n-alpha, tau, and the sharpness of the head's scores come from these chains.
 
 Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha).
-Not here: trees (scripts/bench/papers.py).
+Not here: trees (scripts/measure.py speed).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from files.io import is_gguf, read_jsonl
 from run.generate import load, text_of
 from run.options import DEFAULT, ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
-from scripts.bench.measure import repeated
+from scripts.bench.common import repeated
 from scripts.train import task_prompts
 
 GIVEN = "given"

@@ -16,7 +16,7 @@ from backends.triton.epilogues import Gpu
 from backends.triton.qmatmul import Device, ProductPlan
 from helpers import quantized, slow
 from reference import rope_angles
-from scripts.gpu import sweep
+from scripts.bench import plans
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 CLOSE = {"atol": 5e-4, "rtol": 5e-5}
@@ -153,12 +153,12 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer,
         ran.extend(call() for call in calls)
         return [2e-6]
 
-    monkeypatch.setattr(sweep, "graph_times_s", run_all)
-    monkeypatch.setattr(sweep, "copies_of", lambda *_: 2)
-    monkeypatch.setattr(sweep, "COUNTERS", 64)
+    monkeypatch.setattr(plans, "graph_times_s", run_all)
+    monkeypatch.setattr(plans, "copies_of", lambda *_: 2)
+    monkeypatch.setattr(plans, "COUNTERS", 64)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    timer = sweep.Timer(Device(132, 232448, 90), "cpu")
-    shape = sweep.LayerShape("bf16", layer, N, 64)
+    timer = plans.Timer(Device(132, 232448, 90), "cpu")
+    shape = plans.LayerShape("bf16", layer, N, 64)
     plan = ProductPlan(16, 64, 1, 3, 4)
     assert timer(shape, plan, 1) == timer(shape, plan, 1) == 2.0 and len(ran) == 2
     assert not timer.done.any()
@@ -166,5 +166,5 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer,
     timer.results[1, 1][0].neg_()  # the interpreter has large numbers here
     assert timer(shape, plan._replace(stages=4), 1) == float("inf")
     assert "its bits differ" in capsys.readouterr().out
-    monkeypatch.setattr(sweep, "graph_times_s", lambda *_: 1 / 0)
+    monkeypatch.setattr(plans, "graph_times_s", lambda *_: 1 / 0)
     assert timer(shape, plan, 2) == float("inf") and "ZeroDivision" in capsys.readouterr().out

@@ -24,6 +24,8 @@ import run.quantize
 from helpers import FOLDERS as SOURCES
 from run.options import ROOT, GenerateConfig
 from run.start import read_command
+from scripts.bench.cases import CASES, is_peer
+from scripts.bench.methods import Setting, method_config
 
 CODE = (".py", ".sh", ".cpp", ".h")
 FOLDERS = ("benchmarks", "data", "docs", "heads", "scripts", "tests")
@@ -107,7 +109,7 @@ def program_of(words: list[str]) -> int:
         files = [place for place, word in enumerate(words) if re.search(r"\w\.(py|sh)$", word)]
         return files[0] if files else -1
     if len(words) > 1 and re.fullmatch(r"[\w/]+\.py", words[0]):
-        return 0  # `papers.py --report FILE` in a sentence
+        return 0  # `measure.py speed --report FILE` in a sentence
     return -1
 
 
@@ -166,13 +168,11 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
 
 
 def check_methods(options: Any) -> None:
-    """Check the methods of papers.py or peers.py, which hold options of generate.py."""
-    from scripts.bench.papers import Setting, method_config
-
+    """Check the methods of measure.py speed, which hold options of generate.py."""
     temperatures = getattr(options, "temperatures", "0").split(",")
     setting = Setting("none", 1.0 if temperatures[-1] == "T" else float(temperatures[-1]), 1)
     for method in options.methods.split(","):
-        if method != "all":
+        if method != "all" and not is_peer(method):
             check_files_aside(lambda method=method: method_config(method, setting, options))
 
 
@@ -191,7 +191,7 @@ def check_command(command: Command, patch: pytest.MonkeyPatch) -> None:
         options = options_of(program, argv, patch)
         if program == "generate.py":
             check_files_aside(options.check)
-        if hasattr(options, "methods") and hasattr(options, "checkpoint"):  # the ladder has its own
+        if hasattr(options, "methods"):
             check_methods(options)
 
 
@@ -206,7 +206,7 @@ def test_a_command_of_a_page_can_be_typed(command, monkeypatch, capsys):
 def test_pages_have_commands():
     """The search for them finds what it is to find, so that the test above is not empty."""
     found = {command.words[0] for command in commands()}
-    assert {"generate.py", "quantize.py", "scripts/bench/papers.py", "scripts/serve.py"} <= found
+    assert {"generate.py", "quantize.py", "scripts/measure.py", "scripts/serve.py"} <= found
     lines = ['train="python a.py --x 1"', "A=1 $train --y 'b c' && python3 d.py | tee e  # f"]
     assert [words for words in shell_commands(lines, {}) if words] == [
         ["A=1", "python", "a.py", "--x", "1", "--y", "b c"],
@@ -221,8 +221,8 @@ def test_pages_have_commands():
         ["generate.py", "--no_such_option", "1"],
         ["generate.py", "--quant", "int5"],
         ["quantize.py", "--out"],
-        ["scripts/bench/papers.py", "--methods", "none,eagle:ngram_tokens=6"],
-        ["scripts/bench/peers.py", "--options", "no_such_option=1"],
+        ["scripts/measure.py", "speed", "--methods", "none,eagle:ngram_tokens=6"],
+        ["scripts/measure.py", "speed", "--options", "no_such_option=1"],
         ["scripts/serve.py", "--no_such_option"],
         ["scripts/train/train_eagle.py", "--steps", "many"],
     ],
@@ -237,13 +237,14 @@ def test_a_command_that_cannot_be_typed_is_found(words, monkeypatch):
 
 
 def test_options_in_sentences_exist(monkeypatch, capsys):
-    programs = {command.words[0] for command in commands()}
+    programs = {(command.words[0],) for command in commands()}
+    programs |= {("scripts/measure.py", case) for case in CASES}
     known = set()
-    for program in programs:
+    for program, *case in programs:
         if not program.endswith(".py") or program.startswith("tests/c"):
             continue
         with pytest.raises(SystemExit):
-            options_of(program, ["--help"], monkeypatch)
+            options_of(program, [*case, "--help"], monkeypatch)
         monkeypatch.undo()
         known |= set(re.findall(r"(?<!\w)--\w+", capsys.readouterr().out))
     for page in pages():

@@ -348,7 +348,7 @@ def test_every_program_prints_its_help_before_pip_has_run():
         if any(isinstance(x, ast.If) and "__main__" in ast.dump(x.test) for x in tree.body)
     ]
     programs.remove("setup.py")  # pip's
-    assert {"generate.py", "scripts/gpu/ladder.py", "scripts/train/train_block.py"} <= {*programs}
+    assert {"generate.py", "scripts/measure.py", "scripts/train/train_block.py"} <= {*programs}
     missing = ("torch", "safetensors", "numpy", "sentencepiece", "jinja2", "tokenizers")
     missing += ("tqdm", "uvicorn")
     ran = run_without(missing, [f"{program} --help" for program in programs])

@@ -36,8 +36,10 @@ from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.resolved import resolve_draft
 from scripts import compare, export_head, train_head
-from scripts.bench import papers, peers
-from scripts.bench.llama_peer import Eagle3, LlamaCpp, write_gguf
+from scripts.bench.cases import SpeedOptions
+from scripts.bench.contestants import TokenClock, eagle3_file
+from scripts.bench.llama_peer import Eagle3, LlamaCpp, decode, write_gguf
+from scripts.bench.methods import OF_KIND, Setting, methods_of_file
 from tiny_models import Kind, refused
 from tiny_models import write as write_file
 
@@ -258,14 +260,14 @@ def test_the_format_of_a_file(files, monkeypatch):
 
 
 def test_programs_that_take_any_head(files, tmp_path):
-    """--methods all of papers.py, and compare.py, tell a head's file from a model's."""
-    setting = papers.Setting("none", 0.0, 1)
+    """--methods all of measure.py, and compare.py, tell a head's file from a model's."""
+    setting = Setting("none", 0.0, 1)
     head = files()
-    methods = [f"eagle:{tree}:head={head}" for tree in papers.OF_KIND["eagle"]]
-    assert papers.methods_of_file(head, setting) == methods
+    methods = [f"eagle:{tree}:head={head}" for tree in OF_KIND["eagle"]]
+    assert methods_of_file(head, setting) == methods
     model = tmp_path / "model.gguf"
     write_gguf(TARGET, model, "q8_0")
-    assert all("draft_checkpoint=" in m for m in papers.methods_of_file(model, setting))
+    assert all("draft_checkpoint=" in m for m in methods_of_file(model, setting))
     config = compare.CompareConfig(checkpoint=DEMO, heads=str(head))
     assert f"eagle:auto:head={head}" in config.bench("demo").methods
 
@@ -374,30 +376,29 @@ def test_llama_cpps_drafts_change_no_token(files, llama_target):
     """A second prompt begins anew, and a prompt of several passes is read whole."""
     drafter = Eagle3(llama_target, files(), 1)
     for prompt in ([5, 17, 3, 40], list(range(100, 140))):
-        runs = [
-            peers.llama_cpp_peer(llama_target, how, 20, prompt, head).run([prompt])
-            for how, head in (("", None), ("eagle3", drafter))
-        ]
-        assert runs[0].rows == runs[1].rows
+        drafter.begin()
+        plain, drafted = (
+            decode(llama_target, prompt, 20, TokenClock(), draft) for draft in (None, drafter.draft)
+        )
+        assert plain == drafted
     drafter.close()
 
 
-def test_a_peer_takes_the_head_of_ours(files, llama_target, tmp_path):
+def test_a_peer_takes_the_head_of_ours(files, tmp_path):
     """A directory is written as GGUF once; a head of version 1, or none, is refused."""
-    head = files().parent / "plain"
-    config = peers.PeersConfig(checkpoint=DEMO, eagle=str(head), threads=1)
-    drafter = peers.load_eagle3(llama_target, config, tmp_path)
-    (written,) = tmp_path.iterdir()
+    config = SpeedOptions(checkpoint=DEMO, head=str(files().parent / "plain"))
+    written = eagle3_file(config, tmp_path)
     assert written.name == "plain-q8_0.gguf" and GgufHead(written).block_types == "Q8_0"
-    again = peers.load_eagle3(llama_target, config, tmp_path)
-    assert [*tmp_path.iterdir()] == [written]
-    named = peers.load_eagle3(llama_target, replace(config, eagle=str(written)), tmp_path / "no")
-    for each in (drafter, again, named):
-        each.close()
+    made = written.stat().st_mtime_ns
+    assert eagle3_file(config, tmp_path) == written and written.stat().st_mtime_ns == made
+    assert eagle3_file(replace(config, head=str(written)), tmp_path / "no") == written
     with pytest.raises(ValueError, match="is a head of version 1 or 2"):  # the bundled one
-        peers.load_eagle3(llama_target, replace(config, eagle=""), tmp_path)
-    with pytest.raises(ValueError, match="needs a head; name it with --eagle"):
-        peers.load_eagle3(llama_target, replace(config, eagle=str(tmp_path / "no")), tmp_path)
+        eagle3_file(replace(config, head=""), tmp_path)
+    with pytest.raises(ValueError, match="needs a head; name it with --head"):
+        eagle3_file(replace(config, head=str(tmp_path / "no")), tmp_path)
+
+
+def test_another_file_is_no_head(llama_target, tmp_path):
     with pytest.raises(ValueError, match="llama.cpp cannot load"):
         LlamaCpp(tmp_path / "no.gguf", 32, 1, 8)
 

@@ -16,7 +16,8 @@ from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO
 from scripts import train_head
-from scripts.bench import measure as bench_measure
+from scripts.bench import common
+from scripts.bench import speed as bench_speed
 from scripts.train import data, feature_cache, generate_answers, training
 from scripts.train.generate_answers import AnswerConfig, Run
 from scripts.train.training import StepCost
@@ -75,8 +76,8 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(train_head, "LEAST_TOKENS", 100)
     monkeypatch.setattr(training, "step_cost", lambda config, recipe: COST)
     monkeypatch.setattr(train_head, "time", FakeTime(30.0))
-    ceiling = bench_measure.Series.of([1e9])
-    monkeypatch.setattr(train_head.papers, "read_bandwidth", lambda device, runs: ceiling)
+    ceiling = common.Series.of([1e9])
+    monkeypatch.setattr(bench_speed, "read_bandwidth", lambda device, runs: ceiling)
     return tmp_path
 
 
@@ -128,7 +129,7 @@ def test_a_run_killed_in_every_stage(small, monkeypatch, capsys):
     kill_at(monkeypatch, Run, "_write", 5)
     kill_at(monkeypatch, training.Features, "of", 3)
     kill_at(monkeypatch, training.Training, "save", 2)
-    kill_at(monkeypatch, train_head.papers, "run_round", 1)
+    kill_at(monkeypatch, bench_speed, "run_round", 1)
     kills = 0
     done = []
     while len(done) < len(train_head.STAGES):

@@ -1,13 +1,9 @@
 """Time the kernels of a decode cycle on a GPU with sizes of 7B models, and check their results.
 
-    python3 scripts/gpu/kernels.py --format int4 --json benchmarks/gpu.jsonl
-    python3 scripts/gpu/kernels.py --format attention --rows 1,6,32 --lengths 128,200,512,2048
-
-int4, int8 and bf16 are matmuls; then attention, compaction, top-k and experts (`*_contest`).
 `correct`: the result for random data against a plain reference; a matmul's is written into memory
 that holds NaN, and a row has to come out the same alone and among others. The time is that of a
 call in a captured graph: median and spread over replays, and the share of the ceiling, the bytes
-per second that the GPU reads (scripts/bench/measure.py). The graph goes through at least 200 MB of
+per second that the GPU reads (common.py). The graph goes through at least 200 MB of
 different data, so that no cache holds them, and with attention through the caches of 32 layers.
 Beside it stands torch's time where torch has the same.
 One JSON line is appended after every row; the table is printed at the end. A row that fails is
@@ -22,38 +18,10 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
-from run.parsing import one_line_errors, option, parse
-
-FORMATS = ("bf16", "int8", "int4")
-# types of a file, in their own bits
-GGUF = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
-CYCLE = ("attention", "compact", "topk", "experts")
-
-
-@dataclass
-class KernelsConfig:
-    format: str = option(
-        "int4", f"weights; or another kernel: {', '.join(CYCLE)}", (*FORMATS, *GGUF, *CYCLE)
-    )
-    group_size: int = option(128, "of int4 scales", None)
-    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
-    lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
-    rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
-    replays: int = option(20, "timed replays of the graph")
-    json: str = option("", "file to append to")
-
-
-# --help and mistakes are answered before the imports below, which take seconds
-COMMAND = parse(KernelsConfig, "kernels.py", __doc__) if __name__ == "__main__" else None
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +29,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import backends.attention
-import backends.experts
 import backends.triton.functions
 import backends.triton.layout
-import backends.weight
 import reference
 from backends.linear import halves_product
 from backends.triton.layout import (
@@ -75,11 +41,11 @@ from backends.triton.layout import (
     halves_of,
     inputs_of_block,
 )
-from kv_cache import KVCache
-from model import ModelConfig
-from reference import choose
-from scripts.bench.measure import read_bandwidth
+from scripts.bench.cases import KernelsOptions
+from scripts.bench.common import Log, environment, read_bandwidth
+from scripts.bench.table import markdown
 
+GGUF = tuple(name.lower() for name in BLOCK_FORMS)  # types of a file, in their own bits
 LAYERS = {
     "wqkv": (12288, 4096),
     "wo": (4096, 4096),
@@ -95,13 +61,6 @@ PRODUCTS = {
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 CAPACITY = 4096 + 256
 CACHE_LAYERS = 32
-CACHE_HEADS = (8, 32)
-PATH = (0, 2, 5, 11, 20, 33, 47)  # of a tree of 60; every row but the root's moves
-VOCABULARIES = (32000, 128256)
-EXPERTS = 8
-CHOSEN = 2
-EXPERT_LAYERS = {"w13": (28672, 4096), "w2": (4096, 14336)}  # gate above up, and down
-EXPERT_TOKENS = (1, 2, 4, 8, 32, 60)
 # relative; rounding to bf16 alone gives 1.7e-3, and rounding probabilities as much again
 TOLERANCE = 4e-3
 
@@ -312,145 +271,24 @@ def attention_contest(name: str, length: int, T: int) -> Contest:
     return Contest(read_bytes, methods, error)
 
 
-def compact_contest(kv_heads: int) -> Contest:
-    """Compare the compaction of an accepted path, in all layers of a cache in bf16.
-
-    The peer is the compiled loop over the buffers. Calls take turns along the cache, so that no row
-    is read twice.
-    """
-    config = ModelConfig(128 * kv_heads, CACHE_LAYERS, kv_heads, kv_heads, 128, 1, 1)
-    path = torch.tensor([PATH], device="cuda")
-    slots = range(0, CAPACITY - PATH[-1], PATH[-1] + 1)
-    starts = [torch.tensor([slot], device="cuda") for slot in slots]
-    cache = KVCache.empty(config, 1, CAPACITY, torch.bfloat16, path.device.type)
-    buffers = [*cache.k, *cache.v]
-    for buffer in buffers:
-        buffer.normal_()
-    ours = backends.triton.functions.compact
-    loop = torch.compile(reference.compact, fullgraph=True, dynamic=False)
-    methods = {
-        "ours": [lambda s=s: ours(buffers, cache.addresses, s, path) for s in starts],
-        "torch": [lambda s=s: loop(buffers, cache.addresses, s, path) for s in starts],
-    }
-
-    def error() -> float:
-        want = [b.clone() for b in buffers]
-        reference.compact(want, cache.addresses, starts[1], path)
-        ours(buffers, cache.addresses, starts[1], path)
-        return float(not all(torch.equal(*pair) for pair in zip(buffers, want)))  # bits are moved
-
-    moved_bytes = 2 * 2 * CACHE_LAYERS * kv_heads * (len(PATH) - 1) * 128 * 2
-    return Contest(moved_bytes, methods, error)
-
-
-def topk_contest(V: int, rows: int, rotate_bytes: int) -> Contest:
-    """Compare the 10 best scores and the logsumexp of every row with torch's."""
-    read_bytes = 4 * rows * V
-    copies = copies_of(read_bytes, rotate_bytes)
-    scores = [torch.randn(1, rows, V, device="cuda") for _ in range(copies)]
-    methods = {
-        "ours": [lambda s=s: backends.triton.functions.topk(s, 10) for s in scores],
-        "torch": [lambda s=s: reference.topk(s, 10) for s in scores],
-    }
-
-    def error() -> float:
-        values, index, total = backends.triton.functions.topk(scores[0], 10)
-        # indices of ties may differ
-        best, _, logsumexp = reference.topk(scores[0], 10)
-        return max(
-            relative_error(values, best),
-            relative_error(scores[0].gather(-1, index), best),
-            relative_error(total, logsumexp),
-        )
-
-    return Contest(read_bytes, methods, error)
-
-
-class Stack(NamedTuple):
-    """The weights of a layer's experts, and the products with them."""
-
-    product: Callable[[Tensor, Tensor], Tensor]  # [P, K] bfloat16, routing -> [P, N]
-    reference: Callable[[Tensor, int], Tensor]  # [M, K] fp32, an expert -> [M, N]
-    expert_bytes: int
-
-
-def make_stack(form: str, N: int, K: int, group: int) -> Stack:
-    """Make random weights of every expert. group: of int4 scales"""
-    if form == "bf16":
-        w = torch.randn(EXPERTS, N, K, dtype=torch.bfloat16, device="cuda")
-        return Stack(
-            lambda x, routing: backends.experts.experts_linear(x, w, routing),
-            lambda x, e: x @ w[e].float().T,
-            w[0].nbytes,
-        )
-    parts = [random_packed(form, N, K, group) for _ in range(EXPERTS)]
-    packed = torch.stack([words for words, _ in parts])
-    scale = torch.stack([scales for _, scales in parts])
-    del parts  # gigabytes
-    product, reference = PRODUCTS[form]
-    return Stack(
-        lambda x, routing: product(x, packed, scale, routing),
-        lambda x, e: reference(x, packed[e], scale[e]),
-        packed[0].nbytes + scale[0].nbytes,
-    )
-
-
-def experts_contest(form: str, layer: str, tokens: int, group: int, rotate_bytes: int) -> Contest:
-    """Measure one of Mixtral's products, each token with two different experts at random.
-
-    The share is that of reading the experts that are hit. The time includes the lists of their
-    rows, which a layer makes once for two products.
-    """
-    N, K = EXPERT_LAYERS[layer]
-    expert = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOSEN).indices.flatten()  # [P]
-    x = torch.randn(len(expert), K, dtype=torch.bfloat16, device="cuda")
-    first = make_stack(form, N, K, group)
-    read_bytes = len(expert.unique()) * first.expert_bytes
-    copies = copies_of(read_bytes, rotate_bytes)
-    stacks = [first] + [make_stack(form, N, K, group) for _ in range(copies - 1)]
-    route = choose(x.device).route
-    ours = [lambda s=s: s.product(x, route(expert, EXPERTS)) for s in stacks]
-
-    def error() -> float:
-        want = x.new_empty(len(x), N, dtype=torch.float32)
-        for e, rows in backends.experts.rows_by_expert(expert):
-            want[rows] = first.reference(x[rows].float(), e)
-        return relative_error(first.product(x, route(expert, EXPERTS)), want)
-
-    return Contest(read_bytes, {"ours": ours}, error)
-
-
-def contests(config: KernelsConfig) -> list[tuple[str, int, Callable[[], Contest]]]:
+def contests(config: KernelsOptions) -> list[tuple[str, int, Callable[[], Contest]]]:
     """List the contests of a format: name, rows, and a function that makes the contest."""
-    rotate_bytes = config.rotate_mb * 10**6
     rows = [int(M) for M in config.rows.split(",")]
     tasks = []
-    if config.format == "compact":
-        for heads in CACHE_HEADS:
-            name = f"compaction, {CACHE_LAYERS} layers of {heads} heads"
-            tasks.append((name, len(PATH), partial(compact_contest, heads)))
-    elif config.format == "topk":
-        for V, M in itertools.product(VOCABULARIES, (1, 10)):
-            tasks.append((f"top-10 of {V}", M, partial(topk_contest, V, M, rotate_bytes)))
-    elif config.format == "experts":
-        for form, layer, M in itertools.product(FORMATS, EXPERT_LAYERS, EXPERT_TOKENS):
-            make = partial(experts_contest, form, layer, M, config.group_size, rotate_bytes)
-            tasks.append((f"experts {form} {layer}", M, make))
-    elif config.format in PRODUCTS or config.format in FORMATS:
-        for layer, M in itertools.product(LAYERS, rows):
-            make = partial(
-                product_contest, config.format, layer, M, config.group_size, rotate_bytes
-            )
-            tasks.append((f"{config.format} {layer}", M, make))
-    else:
+    if config.format == "attention":
         lengths = map(int, config.lengths.split(","))
         for heads, length, M in itertools.product(HEADS, lengths, rows):
             make = partial(attention_contest, heads, length, M)
             tasks.append((f"attention {heads}, {length} slots", M, make))
+        return tasks
+    given = (config.group_size, config.rotate_mb * 10**6)
+    for layer, M in itertools.product(LAYERS, rows):
+        make = partial(product_contest, config.format, layer, M, *given)
+        tasks.append((f"{config.format} {layer}", M, make))
     return tasks
 
 
-def measure(config: KernelsConfig, ceiling: float) -> Iterator[dict]:
+def measure(config: KernelsOptions, ceiling: float) -> Iterator[dict]:
     """Yield a row for each contest and method; one that fails holds `error`."""
     for name, M, make in tqdm(contests(config), unit="shape", desc=config.format):
         row = {"part": "kernels", "format": config.format, "kernel": name, "M": M}
@@ -478,63 +316,42 @@ def summary(rows: list[dict]) -> str:
 
     A cell has microseconds, bytes per second, and the share of the ceiling.
     """
-    lines = ["| kernel | rows | ours | torch |", "|---|---|---|---|"]
-    cells: dict[tuple[str, int], dict[str, str]] = {}  # by shape and method
+    found: dict[tuple[str, int], dict[str, str]] = {}  # by shape and method
     for r in rows:
-        by_method = cells.setdefault((r["kernel"], r["M"]), {})
+        by_method = found.setdefault((r["kernel"], r["M"]), {})
         if "time_us" in r:
             rate = r["read_bytes"] / r["time_us"] / 1e3  # GB/s
             by_method[r["method"]] = f"{r['time_us']:.1f} us, {rate:.0f} GB/s, {r['share']:.0%}"
-    for (kernel, M), by_method in cells.items():
-        shown = [by_method.get(method, "") for method in ("ours", "torch")]
-        lines.append(f"| {kernel} | {M} | {' | '.join(shown)} |")
+    lines = [
+        [kernel, str(M), by_method.get("ours", ""), by_method.get("torch", "")]
+        for (kernel, M), by_method in found.items()
+    ]
+    parts = [markdown(("kernel", "rows", "ours", "torch"), lines)]
     wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
-    lines.append(f"\nwrong: {', '.join(sorted(wrong)) or 'none'}")
+    parts.append(f"\nwrong: {', '.join(sorted(wrong)) or 'none'}")
     for r in rows:
         if "error" in r:
-            lines.append(f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}")
-    return "\n".join(lines)
+            parts.append(f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}")
+    return "\n".join(parts)
 
 
-def bench(config: KernelsConfig) -> None:
-    """Measure one format."""
+def run(config: KernelsOptions) -> None:
+    """Measure one format. Ends with status 1 where a row failed or is wrong."""
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
-
     torch.backends.cuda.matmul.allow_tf32 = False
     ceiling = read_bandwidth("cuda", 5).median
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "read_bytes_per_s": ceiling,
-    }
-    print(
-        f"# {machine['device']}, torch {torch.__version__}, reads {ceiling / 1e9:.0f} GB/s, "
-        f"{config.format}",
-        flush=True,
-    )
-    well = True
+    machine = {"environment": environment("cuda"), "read_bytes_per_s": ceiling}
+    print(f"{machine}, {config.format}", flush=True)
+    log = Log(config.json, "--json")
     rows = []
     try:
         for row in measure(config, ceiling):
             rows.append(row)
-            well &= row.get("correct", True) and "error" not in row
-            if config.json:
-                with open(config.json, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row | machine) + "\n")
+            log.add([row | machine])
             shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
             tqdm.write(json.dumps(shown), sys.stdout)
     finally:  # also where the device is lost
         print(summary(rows), flush=True)
-    if not well:
+    if any("error" in row or not row.get("correct", True) for row in rows):
         sys.exit(1)
-
-
-def main() -> None:
-    config = COMMAND or parse(KernelsConfig, "kernels.py", __doc__)
-    with one_line_errors("kernels.py"):
-        bench(config)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,19 @@
-"""Shared by the benchmarks: series, turns, the bandwidth ceiling, and the machine.
+"""Shared by the cases of measure.py: turns, series, rows, the bandwidth ceiling, and the machine.
 
 1. Contestants run in turn, round after round, so that drift of the machine hits all of them. Ratios
    are taken inside a round.
-2. The ceiling is the read bandwidth of a buffer that no cache holds. A process of its own measures
+2. Rows are appended to a file of JSON lines. A line that a kill tore is dropped, and measured
+   again.
+3. The ceiling is the read bandwidth of a buffer that no cache holds. A process of its own measures
    it, so that the buffer does not count in any peak memory. A GPU times it by events, since launch
    and synchronization would take a noticeable part of a reading.
-3. `GPT_EAGLE_BANDWIDTH`, bytes per second, takes the place of that measurement: of several programs
-   on one machine the first hands its result on.
 
-Not here: the measurements themselves; logs (row_log.py).
+Not here: the measurements themselves.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ from run import stats
 from run.engine import Engine
 from run.load import with_draft
 from run.options import ROOT, GenerateConfig
-from run.scheduler import Request, Scheduler
 from run.warm_up import warm_up
 from steps import Project
 
@@ -97,47 +97,25 @@ def draft_options(engine: Engine) -> dict[str, Any]:
     return {name: value for name, value in engine.resolved.items() if name not in OF_TARGET}
 
 
-class Outcome(NamedTuple):
-    """One run of a batch of prompts."""
-
-    rows: list[list[int]]  # new tokens of each prompt
-    first_s: float  # until the first new tokens are decided
-    step_s: float  # per later token of the batch
-    tau: float  # new tokens per pass and sequence, without those cut at the end
-
-
-def run_rows(engine: Engine, prompts: list[list[int]]) -> Outcome:
-    """Continue prompts with our runtime, side by side.
-
-    The prompts are cached first: decoding beside another sequence's prefill would be timed with it.
-    """
-    requests = [Request.of(engine, ids, noise_id=(row, 0)) for row, ids in enumerate(prompts)]
-    with closing(Scheduler(engine)) as scheduler:
-        for _ in scheduler.run([Request.of(engine, ids, limit=1) for ids in prompts]):
-            pass
-        caching = scheduler.take_stats()
-        for _ in scheduler.run(requests):
-            pass
-        seen = scheduler.take_stats()
-    rows = [request.tokens for request in requests]
-    assert seen.tokens == sum(len(row) - 1 for row in rows), (seen.tokens, rows)
-    step_s = seen.decode_s / seen.tokens if seen.tokens else 0.0
-    tau = seen.tokens / max(len(seen.accept_lengths), 1)
-    return Outcome(rows, caching.prefill_s, step_s, tau)
-
-
 def in_turn(
-    contestants: dict[str, Callable[[], Any]], runs: int, title: str
-) -> dict[str, list[Any]]:
-    """Run all contestants once to warm up, then `runs` rounds, one after the other."""
-    outcomes: dict[str, list[Any]] = {name: [] for name in contestants}
-    bar = tqdm(total=(runs + 1) * len(contestants), desc=title, unit="run", disable=None)
-    for _ in range(runs + 1):
-        for name, run in contestants.items():
-            outcomes[name].append(run())
+    contestants: dict[Any, Callable[[], Any]], rounds: int, title: str
+) -> dict[Any, list[Any]]:
+    """Run all contestants once to warm up, then in rounds, in an order that rotates.
+
+    Returns: the results of the rounds, by contestant.
+    """
+    names = list(contestants)
+    results: dict[Any, list[Any]] = {name: [] for name in names}
+    bar = tqdm(total=(rounds + 1) * len(names), desc=title, unit="run", disable=None)
+    for number in range(rounds + 1):
+        first = number * 7 % len(names)  # so that neighbours change
+        for name in names[first:] + names[:first]:
+            result = contestants[name]()
             bar.update()
+            if number:
+                results[name].append(result)
     bar.close()
-    return {name: done[1:] for name, done in outcomes.items()}
+    return results
 
 
 def repeated(tokens: list[int], n: int = 8) -> float:
@@ -152,12 +130,8 @@ def repeated(tokens: list[int], n: int = 8) -> float:
 def read_bandwidth(device: str, runs: int) -> Series:
     """Measure the bytes per second of summing up a large buffer, in a process of its own.
 
-    Where GPT_EAGLE_BANDWIDTH is set, it is the result.
-    Raises: ValueError when that fails, or for a GPT_EAGLE_BANDWIDTH that is no such number.
+    Raises: ValueError when that fails.
     """
-    given = os.environ.get("GPT_EAGLE_BANDWIDTH", "")
-    if given:
-        return Series.of([known_bandwidth(given)])
     code = (
         "import sys; from scripts.bench import measure; "
         "print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
@@ -168,18 +142,6 @@ def read_bandwidth(device: str, runs: int) -> Series:
         reason = done.stderr.strip().splitlines()[-1]
         raise ValueError(f"the bandwidth of {device} cannot be measured: {reason}")
     return Series.of([float(x) for x in done.stdout.split()])
-
-
-def known_bandwidth(given: str) -> float:
-    """Read GPT_EAGLE_BANDWIDTH. Raises: ValueError for what is no number of bytes per second."""
-    rule = "GPT_EAGLE_BANDWIDTH must be bytes per second, as 3.35e12"
-    try:
-        bytes_per_s = float(given)
-    except ValueError:
-        raise ValueError(f"{rule}; it is {given!r}") from None
-    if not 0 < bytes_per_s < float("inf"):
-        raise ValueError(f"{rule}; it is {given!r}")
-    return bytes_per_s
 
 
 def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
@@ -240,7 +202,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def environment(device: str, *packages: str) -> dict[str, Any]:
-    """Return the machine and versions: `stats.environment`, CPU model, packages and commit.
+    """Return the machine and versions: `stats.environment`, CPU model, packages commit and date.
 
     packages: importable names whose versions matter too
     """
@@ -257,7 +219,8 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
             named["tiles"] = tiles_in_use()
     if PLAIN:
         named["plain"] = ",".join(sorted(PLAIN))
-    return stats.environment(device) | named | versions | {"commit": commit or "unknown"}
+    when = {"commit": commit or "unknown", "date": date.today().isoformat()}
+    return stats.environment(device) | named | versions | when
 
 
 def _cpu_name() -> str:
@@ -273,8 +236,52 @@ def _cpu_name() -> str:
     return " ".join([values["model name"], *numbers])
 
 
-def shown_path(path: str) -> str:
-    """Return a path for a record: relative to the project where it lies inside."""
-    if path and Path(path).resolve().is_relative_to(ROOT):
-        return str(Path(path).resolve().relative_to(ROOT))
-    return path
+# ------------------------------------------------------------------------------------------- rows
+
+
+class Log:
+    """A file of JSON lines, appended to as they are measured; `rows` holds its content."""
+
+    def __init__(self, path: str, flag: str):
+        """path: "" keeps the rows in memory only; flag: the one that named the file
+
+        Raises: ValueError for a file that is no such log. Writes: the file, when its last line is
+        torn.
+        """
+        self.path = Path(path) if path else None
+        self.rows = []
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+        for number, line in enumerate(lines, 1):
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError:  # not JSON, or not UTF-8
+                if number < len(lines):
+                    raise ValueError(
+                        f"{flag}: {where} is not valid JSON; name another file"
+                    ) from None
+                print(f"note: {where} is torn; it is dropped and measured again", file=sys.stderr)
+                os.truncate(self.path, sum(map(len, lines[:-1])))
+                return
+            if not isinstance(row, dict):
+                raise ValueError(f"{flag}: {where} is no JSON object; name another file")
+            self.rows.append(row)
+        if lines and not lines[-1].endswith(b"\n"):
+            self._write("\n")
+
+    def add(self, rows: list[dict]) -> None:
+        """Append rows, in one write."""
+        self.rows += rows
+        self._write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def _write(self, text: str) -> None:
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())

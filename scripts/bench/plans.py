@@ -1,7 +1,5 @@
 """Time plans of our matmuls on a GPU; write the fastest, which decoding loads.
 
-    python3 scripts/gpu/sweep.py                    # a 7B in bf16 and int4: a table for this GPU
-
 Each matmul of a layer, with the work behind it in the same launch (backends/triton/epilogues.py):
 the splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
 whose result has other bits than the estimated one's is refused. Each plan takes about half a second
@@ -14,15 +12,19 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
+import torch
+from torch import Tensor
 
+from backends.epilogues import PART, LazyMatmul
+from backends.triton.attention import COUNTERS
+from backends.triton.epilogues import Gpu, add_product, rotary_product
+from backends.triton.launch import Device, device_of
+from backends.triton.layout import COLUMNS
 from backends.triton.plans import (
     FOLDER,
     HEIGHTS,
@@ -33,32 +35,11 @@ from backends.triton.plans import (
     key_of,
     to_json,
 )
-from files.io import write_text
-from run.parsing import fail, one_line_errors, option, parse
-
-
-@dataclass
-class SweepConfig:
-    out: str = option(str(FOLDER), "folder of the table")
-
-
-# --help and mistakes are answered before the imports below, which take seconds
-COMMAND = parse(SweepConfig, "sweep.py", __doc__) if __name__ == "__main__" else None
-
-import torch
-from torch import Tensor
-
-try:
-    from backends.triton.attention import COUNTERS
-except ModuleNotFoundError:
-    fail("sweep.py", "the kernels need Triton, which is not installed; pip install triton")
-from backends.epilogues import PART, LazyMatmul
-from backends.triton.epilogues import Gpu, add_product, rotary_product
-from backends.triton.launch import Device, device_of
-from backends.triton.layout import COLUMNS
 from backends.triton.qmatmul import ProductPlan, plan_product, run_product
+from files.io import write_text
 from runtime import tensors_of
-from scripts.gpu.kernels import LAYERS, copies_of, failure, graph_times_s, random_packed
+from scripts.bench.cases import PlansOptions
+from scripts.bench.kernels import LAYERS, copies_of, failure, graph_times_s, random_packed
 
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
@@ -245,7 +226,7 @@ def random_weights(shape: LayerShape, torch_device: str) -> tuple[Tensor, Tensor
 # ------------------------------------------------------------------------------------- the command
 
 
-def sweep(config: SweepConfig) -> None:
+def run(config: PlansOptions) -> None:
     """Time, print, write the table."""
     if not torch.cuda.is_available():
         raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
@@ -260,13 +241,3 @@ def sweep(config: SweepConfig) -> None:
             chosen_plans[shape.key] = chosen
         write_text(str(file), to_json(device.name, chosen_plans))
     print(f"{file}: {len(chosen_plans)} matmuls; in {FOLDER} they hold on every {device.name}")
-
-
-def main() -> None:
-    config = COMMAND or parse(SweepConfig, "sweep.py", __doc__)
-    with one_line_errors("sweep.py"):
-        sweep(config)
-
-
-if __name__ == "__main__":
-    main()

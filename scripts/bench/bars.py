@@ -1,33 +1,28 @@
 """Print tokens per second as a Markdown table, and draw the same figures as bars.
 
-    python scripts/bench/plot_speed.py benchmarks/results/speed.json
-    python scripts/bench/plot_speed.py benchmarks/results/heads.json --out heads.svg
-
 1. The file is a JSON list of rows: model, format, engine, tokens_per_s, machine, date and commit;
-   also, where several tasks were measured, task, tau and identical (a share).
+   also, where several tasks were measured, task, tau and identical (a share). Or it is a log of
+   `measure.py speed`, of which these rows are made.
 2. The rows of one model, format and machine are a group of bars, in the order of the file; a bar is
    the mean over the tasks. All bars have one scale. Bars of this project are green, others grey.
 3. `--out` names the picture, an SVG. The table has a line per group and task and a
    column per engine, and names machine, date and commit.
-
-Not here: the measurements (peers.py, papers.py).
 """
 
 from __future__ import annotations
 
 import html
 import json
+import re
 import statistics
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout's root
-
 from files.io import write_text
 from options import require
-from run.parsing import one_line_errors, option, parse
+from scripts.bench.cases import BarsOptions, is_peer
+from scripts.bench.common import Log
+from scripts.bench.table import markdown
 
 TEXTS = ("model", "format", "engine", "machine", "date", "commit")
 OURS = "gpt-eagle"  # engines of this project begin with it
@@ -40,19 +35,39 @@ HEAD = 30  # height of a group's title
 SpeedRow = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class PlotConfig:
-    """Options."""
-
-    file: str = option("", "JSON list of rows", positional=True)
-    out: str = option("", "picture to write, an SVG")
+def of_log(rows: list[dict[str, Any]]) -> list[SpeedRow]:
+    """Return the rows of a log of `speed`."""
+    found = []
+    for row in rows:
+        method = row["method"]
+        shape = re.search(r"(?:inflate|random)=([^,]+)", row["config"]["options"])
+        drafts = "no draft" if method == "none" else method
+        found.append(
+            {
+                "model": shape[1] if shape else Path(row["config"]["checkpoint"]).name,
+                "format": row["quant"],
+                "engine": method if is_peer(method) else f"{OURS}, {drafts}",
+                "task": row["task"],
+                "tokens_per_s": row["tokens_per_s"],
+                "tau": row["tau"],
+                "machine": row["environment"]["device"],
+                "date": row["environment"]["date"],
+                "commit": row["environment"]["commit"],
+            }
+        )
+        if row["identical"] is not None:
+            found[-1]["identical"] = row["identical"]
+    return found
 
 
 def read_rows(path: Path) -> list[SpeedRow]:
     """Read and check the rows. Raises: ValueError."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if path.suffix == ".jsonl":
+            rows = of_log(Log(str(path), str(path)).rows)
+        else:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot read {path}: {error}; name a JSON list of rows") from None
     require(isinstance(rows, list) and rows != [], f"{path} is no list of rows; see --help")
     for number, row in enumerate(rows, 1):
@@ -130,28 +145,19 @@ def table(rows: list[SpeedRow]) -> str:
     title = "tokens per second"
     if any("tau" in row for row in rows):
         title += ", tokens a pass"
-    lines = [
-        f"| {title} | {' | '.join(engines)} | machine, date, commit |",
-        "|" + "---|" * (len(engines) + 2),
-    ]
+    lines = []
     for (model, form, machine, task), group in grouped(rows, "task").items():
         rates = {row["engine"]: cell(row) for row in group}
-        cells = " | ".join(rates.get(engine, "") for engine in engines)
         sources = dict.fromkeys(f"{row['date']}, {row['commit']}" for row in group)
         of = ", ".join(filter(None, (model, form, task)))
-        lines.append(f"| {of} | {cells} | {machine}, {'; '.join(sources)} |")
-    return "\n".join(lines)
+        cells = [rates.get(engine, "") for engine in engines]
+        lines.append([of, *cells, f"{machine}, {'; '.join(sources)}"])
+    return markdown([title, *engines, "machine, date, commit"], lines)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    config = parse(PlotConfig, "plot_speed.py", "Draw tokens per second as bars.", argv)
-    with one_line_errors("plot_speed.py"):
-        rows = read_rows(Path(config.file))
-        if config.out:
-            write_text(config.out, picture(rows))
-        print(table(rows))
-
-
-if __name__ == "__main__":
-    main()
+def run(config: BarsOptions) -> None:
+    """Print the table; draw the picture, where one is named."""
+    rows = read_rows(Path(config.file))
+    if config.out:
+        write_text(config.out, picture(rows))
+    print(table(rows))

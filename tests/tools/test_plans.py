@@ -12,10 +12,11 @@ from backends.triton.launch import TARGETS  # noqa: E402
 from backends.triton.plans import HEIGHTS, file_name, measured_on, to_json  # noqa: E402
 from backends.triton.qmatmul import plan_product, tile_height  # noqa: E402
 from run.parsing import one_line_errors  # noqa: E402
-from scripts.gpu import sweep  # noqa: E402
+from scripts.bench import plans  # noqa: E402
+from scripts.bench.cases import PlansOptions  # noqa: E402
 
 DEVICE = TARGETS["90"]._replace(name="NVIDIA H100 80GB HBM3")
-SHAPES = sweep.shapes_of()
+SHAPES = plans.shapes_of()
 
 
 def time_of(shape, plan, rows):
@@ -38,37 +39,37 @@ def folder(tmp_path, monkeypatch):
 def test_the_fastest_is_chosen_among_those_that_fit(target):
     device = TARGETS[target]
     for shape in SHAPES:
-        chosen = sweep.choose(shape, device, time_of)
+        chosen = plans.choose(shape, device, time_of)
         assert chosen.splits == (1 if shape.epilogue == "swiglu" else 3)
         for height in HEIGHTS:
             tile = chosen.tiles[height]
             tiles = shape.tiles(height, device)
-            bits, _ = sweep.FORMATS[shape.form]
+            bits, _ = plans.FORMATS[shape.form]
             assert len(tiles) > 1 and tile in tiles
-            assert sweep.shared_bytes(height, tile, bits, device) <= device.shared_bytes
+            assert plans.shared_bytes(height, tile, bits, device) <= device.shared_bytes
             assert tile.rows == (64 if height < 64 else max(each.rows for each in tiles))
 
 
 def test_an_estimate_stays_where_nothing_is_faster_or_nothing_runs():
     for us in (1.0, float("inf")):
         for shape in SHAPES:
-            chosen = sweep.choose(shape, DEVICE, lambda *_, us=us: us)
-            plans = [sweep.plan_of(h, chosen.tiles[h], chosen.splits) for h in HEIGHTS]
-            assert plans == [shape.estimate(h, DEVICE) for h in HEIGHTS]
+            chosen = plans.choose(shape, DEVICE, lambda *_, us=us: us)
+            kept = [plans.plan_of(h, chosen.tiles[h], chosen.splits) for h in HEIGHTS]
+            assert kept == [shape.estimate(h, DEVICE) for h in HEIGHTS]
 
 
 def test_a_table_holds_for_devices_of_its_name(folder):
     """At every number of rows, on which the splits do not depend."""
-    chosen = {shape.key: sweep.choose(shape, DEVICE, time_of) for shape in SHAPES}
+    chosen = {shape.key: plans.choose(shape, DEVICE, time_of) for shape in SHAPES}
     (folder / file_name(DEVICE.name)).write_text(to_json(DEVICE.name, chosen))
     for shape in SHAPES:
-        bits, group = sweep.FORMATS[shape.form]
+        bits, group = plans.FORMATS[shape.form]
         sizes = (shape.N, shape.K, bits, group)
         for M in (1, 16, 17, 32, 33, 64, 65, 256):
             height = tile_height(M, 16, 32)
             got = plan_product(M, *sizes, torch.bfloat16, DEVICE, shape.epilogue)
             entry = chosen[shape.key]
-            assert got == sweep.plan_of(height, entry.tiles[height], entry.splits)
+            assert got == plans.plan_of(height, entry.tiles[height], entry.splits)
             other = plan_product(M, *sizes, torch.bfloat16, TARGETS["90"], shape.epilogue)
             assert other == shape.estimate(height, DEVICE)
             assert other.splits != got.splits or shape.epilogue == "swiglu"
@@ -87,14 +88,14 @@ def test_a_table_holds_for_devices_of_its_name(folder):
 ])  # fmt: skip
 def test_a_table_that_cannot_be_used(folder, capsys, change):
     shape = SHAPES[0]
-    rows = json.loads(to_json("x", {shape.key: sweep.choose(shape, DEVICE, time_of)}))
+    rows = json.loads(to_json("x", {shape.key: plans.choose(shape, DEVICE, time_of)}))
     rows["products"][shape.key].update(change)
     (folder / "x.json").write_text(json.dumps(rows))
     with pytest.raises(SystemExit) as raised, one_line_errors("generate.py"):
         measured_on("x")
     error = capsys.readouterr().err
     assert raised.value.code == 2 and error.count("\n") == 1
-    assert "x.json has no plans that can be used" in error and "scripts/gpu/sweep.py" in error
+    assert "x.json has no plans that can be used" in error and "measure.py plans" in error
 
 
 def test_tables_of_the_checkout_can_be_used():
@@ -109,10 +110,10 @@ def test_the_whole_sweep_writes_what_it_has_so_far(folder, monkeypatch):
     def time_of(shape, plan, rows):
         return 1 / 0 if shape == SHAPES[-1] else 1.0
 
-    monkeypatch.setattr(sweep, "Timer", lambda device: time_of)
-    monkeypatch.setattr(sweep, "device_of", lambda index: DEVICE)
+    monkeypatch.setattr(plans, "Timer", lambda device: time_of)
+    monkeypatch.setattr(plans, "device_of", lambda index: DEVICE)
     for name, value in (("is_available", True), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with pytest.raises(ZeroDivisionError):
-        sweep.sweep(sweep.SweepConfig(out=str(folder)))
+        plans.run(PlansOptions(out=str(folder)))
     assert [*measured_on(DEVICE.name)] == [shape.key for shape in SHAPES[:-1]]

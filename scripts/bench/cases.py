@@ -1,0 +1,355 @@
+"""The options of every case of measure.py, and their checks.
+
+This module imports no torch, so that help and mistakes are answered at once.
+Not here: the measurements (a file of this folder each).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from files.io import check_outputs, is_gguf
+from options import require
+from run.options import DEFAULT, ROOT
+from run.parsing import option
+
+# contestants of other runtimes; `7b` has random weights in the shape of LLaMA-2 7B
+FORMATS = ("bf16", "f16", "q8_0", "q4_0")  # of GGUF files that are written of the checkpoint
+LOOKUP = "lookup2"  # of two tokens, the advice of llama-cpp-python for CPUs
+EAGLE3 = "eagle3"  # by the same head as ours, in chains of three, llama.cpp's default
+LLAMA_CPP = tuple(
+    f"llama.cpp:{form}{draft}"
+    for form in ("file", *FORMATS)
+    for draft in ("", f":{LOOKUP}", f":{EAGLE3}")
+)
+GPT_FAST = tuple(f"gpt-fast:{form}" for form in ("bf16", "int8", "int4", "int4-128"))
+PEERS = ("transformers", "transformers:lookup", "transformers:7b", *LLAMA_CPP, *GPT_FAST)
+GPT_FAST_FILES = ("model.py", "quantize.py", "generate.py")
+PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf"), "gpt-fast": ()}
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTS = ("none", "int8", "int4")
+UNITS = ("none", "hardware", "emulation")  # of AMX tiles
+# formats of a linear layer: 16 bits, rounded (with the inputs that share a scale), types of a file
+FLOAT = ("torch-bf16", "bf16")
+ROUNDED = {"int8": 0, "int4-32": 32, "int4-64": 64, "int4-128": 128}
+FILE_TYPES = {  # with the inputs of a block
+    "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q8_0": 32,
+    "Q2_K": 256, "Q3_K": 256, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256,
+}  # fmt: skip
+KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
+USUAL = (*FLOAT, *ROUNDED, "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+# of random_file.py
+SHAPES = ("qwen3.5-0.8b", "lfm2-350m", "lfm2-1.2b", "gemma4-e2b", "gpt-oss-20b")
+KERNELS = (
+    "bf16", "int8", "int4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
+    "attention",
+)  # fmt: skip
+
+
+def is_peer(method: str) -> bool:
+    """Return whether a method is another runtime."""
+    return method.partition(":")[0] in PACKAGES
+
+
+def check_peer(peer: str, gpt_fast: str = "") -> None:
+    """Check that another runtime is known and installed. Raises: ValueError."""
+    runtime = peer.partition(":")[0]
+    require(peer in PEERS, f"there is no {peer}; use one of {', '.join(PEERS)}")
+    for package in PACKAGES[runtime]:
+        try:
+            __import__(package)
+        except ImportError:
+            file = "scripts/bench/requirements-peers.txt"
+            raise ValueError(f"{peer} needs the package {package}; pip install -r {file}") from None
+    if runtime == "gpt-fast":
+        missing = [name for name in GPT_FAST_FILES if not Path(gpt_fast, name).is_file()]
+        source = "copy it, unchanged, from gpt-fast's repository"
+        require(not missing, f"--gpt_fast: {gpt_fast} has no {', '.join(missing)}; {source}")
+
+
+def check_numbers(flag: str, text: str) -> None:
+    """Check a list of different whole numbers from 1 on. Raises: ValueError."""
+    parts = text.split(",")
+    numbers = all(part.isdecimal() and int(part) for part in parts)
+    rule = f"{flag} must be different whole numbers from 1 on, as 1,4"
+    require(numbers and len(set(parts)) == len(parts), f"{rule}; it is {text!r}")
+
+
+def check_among(flag: str, text: str, known: tuple[str, ...]) -> None:
+    """Check a list of names. Raises: ValueError."""
+    for name in text.split(","):
+        require(name in known, f"{flag} must be among {', '.join(known)}; {name!r} is not")
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Tokens per second, speedup and tau of ways to draft, and of other runtimes, by task.
+
+    A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any
+    option of generate.py: `eagle:dynamic:topk:tree_size=30`. `all` are those whose files are at
+    hand. Other runtimes: transformers, transformers:lookup, llama.cpp:FORMAT on GGUF files of the
+    same weights (`file` is the checkpoint itself), with :lookup2 or :eagle3 behind it; and with
+    random weights in the shape of LLaMA-2 7B transformers:7b and gpt-fast:FORMAT.
+    """
+
+    checkpoint: str = option(DEFAULT, "the target: a Hugging Face directory or a GGUF file")
+    head: str = option("", "the head of methods of its kind; default: the one next to the target")
+    tasks: str = option(
+        "gsm8k,humaneval,mt_bench",
+        "names in data/eval, or JSONL files of id, task and turns, or in a published layout",
+    )
+    limit: int = option(20, "prompts per task; 0: all", least=0)
+    methods: str = option("none,eagle:auto", "who decodes, and how; see above")
+    heads: str = option("", "directory of heads, draft models and datastores, for --methods all")
+    temperatures: str = option("0", "0 is greedy")
+    batch_sizes: str = option("1", "sequences decoded together")
+    quant: str = option("none", "weight formats of our target, each loaded in turn")
+    options: str = option(
+        "", "further options of generate.py for our methods, as top_p=0.9,ignore_eos"
+    )
+    chat: str | None = option(
+        None, "apply a chat template: the model's, or the one named", optional=True
+    )
+    max_new_tokens: int = option(128, "tokens per turn", least=2)
+    rounds: int = option(1, "times that every prompt is decoded", least=1)
+    compile: bool | None = option(None, "on CUDA, compile the steps of a cycle")
+    device: str = option("", "cpu or cuda; default: cuda if there is one")
+    dtype: str = option("", "default: the checkpoint's", DTYPES)
+    threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
+    gpt_fast: str = option(str(ROOT / "brought/gpt-fast"), "folder of gpt-fast's files")
+    json: str = option(
+        "", "write one line per task and method; what this file holds already is not measured again"
+    )
+    report: str = option("", "measure nothing; make the tables of such a file")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError for a value that cannot work."""
+        for name in ("tasks", "methods", "temperatures", "quant"):
+            value = getattr(self, name)
+            parts = value.split(",")
+            rule = f"--{name} must be a list of different values; it is {value!r}"
+            require(len(set(parts)) == len(parts) and "" not in parts, rule)
+        check_numbers("--batch_sizes", self.batch_sizes)
+        check_among("--quant", self.quant, QUANTS)
+        if self.heads and not (self.methods == "all" and Path(self.heads).is_dir()):
+            raise ValueError(
+                "--heads must be a directory, and goes with --methods all; it is "
+                f"{self.heads}, and --methods is {self.methods}"
+            )
+        both = self.report and self.json
+        require(not both, "--report measures nothing; it cannot go with --json")
+        check_outputs({"--json": self.json})
+        for peer in self.peers:
+            self.check_peer(peer)
+
+    def check_peer(self, peer: str) -> None:
+        """Check that a peer can do what is asked. Raises: ValueError."""
+        check_peer(peer, self.gpt_fast)
+        greedy = {float(t) for t in self.temperatures.split(",")} == {0.0}
+        require(greedy, f"--temperatures: {peer} decodes greedily; use 0, or leave it out")
+        alone = self.batch_sizes == "1" or peer == "transformers"
+        remedy = "use 1, or leave it out"
+        require(alone, f"--batch_sizes: {peer} decodes one prompt at a time; {remedy}")
+        needs_file = peer.startswith("llama.cpp:file") and not is_gguf(Path(self.checkpoint))
+        fault = f"{peer} needs a GGUF file as checkpoint; {self.checkpoint} is none"
+        require(not needs_file, fault)
+
+    @property
+    def peers(self) -> list[str]:
+        """The methods that are other runtimes."""
+        return [method for method in self.methods.split(",") if is_peer(method)]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The options that all lines of a log share; the rest is the matrix."""
+        matrix = {"tasks", "methods", "heads", "temperatures", "batch_sizes", "quant"}
+        matrix |= {"json", "report", "gpt_fast"}
+        options = {name: value for name, value in asdict(self).items() if name not in matrix}
+        return options | {name: shown_path(options[name]) for name in ("checkpoint", "head")}
+
+
+def shown_path(path: str) -> str:
+    """Return a path for a record: relative to the project where it lies inside."""
+    if path and Path(path).resolve().is_relative_to(ROOT):
+        return str(Path(path).resolve().relative_to(ROOT))
+    return path
+
+
+@dataclass(frozen=True)
+class FidelityOptions:
+    """What each weight format loses against the file's own weights in fp32."""
+
+    checkpoint: str = option(
+        DEFAULT, "the model: a Hugging Face directory in 16 bits, or a GGUF file"
+    )
+    also: str = option("", "quantized directories of the same model, separated by commas")
+    text: str = option("", "text files, separated by commas; default: bundled prompts")
+    prompts: int = option(2, "prompts of each bundled text, or pieces of each file", least=1)
+    questions: bool = option(
+        False, "count the right answers to simple questions by format, and nothing else"
+    )
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    json: str = option("", "append the rows to this file")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        check_outputs({"--json": self.json})
+
+
+@dataclass(frozen=True)
+class PassesOptions:
+    """Passes of a whole model over some rows, as a tree of so many nodes is verified."""
+
+    checkpoint: str = option(
+        DEFAULT, f"a Hugging Face directory or a GGUF file; or of {', '.join(SHAPES)}: random"
+    )
+    dtype: str = option("", "default: the checkpoint's", DTYPES)
+    quant: str = option("none", "round the weights while loading", QUANTS)
+    rows: str = option("1,2,4,8,16,32,64", "numbers of tokens, separated by commas")
+    units: str = option("none", "units of AMX tiles, as none,hardware; the first is compared with")
+    kv: str = option("", "time passes over a cache in this format, too", ("int8",))
+    cached: int = option(128, "tokens in the cache", least=1)
+    rounds: int = option(9, "measurements of each", least=1)
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    llama_cpp: str = option("", f"time llama.cpp, too: file, or of {', '.join(FORMATS)}")
+    json: str = option("", "append the rows to this file")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        check_outputs({"--json": self.json})
+        check_numbers("--rows", self.rows)
+        check_among("--units", self.units, UNITS)
+        if self.llama_cpp:
+            check_peer(f"llama.cpp:{self.llama_cpp}")
+            is_file = self.checkpoint in SHAPES or is_gguf(Path(self.checkpoint))
+            fault = f"--llama_cpp file needs a GGUF file; {self.checkpoint} is none"
+            require(is_file or self.llama_cpp != "file", fault)
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """One linear layer for 1 to 64 rows in every weight format, on weights that no cache holds."""
+
+    shapes: str = option(
+        "5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas"
+    )
+    rows: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
+    kinds: str = option(",".join(USUAL), f"contestants, among {', '.join(KINDS)}")
+    units: str = option(
+        "", "units of AMX tiles to compare, as none,hardware; default: the one in use"
+    )
+    rounds: int = option(9, "measurements of each", least=1)
+    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
+    json: str = option("", "append the rows to this file")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError for a value that cannot work."""
+        check_outputs({"--json": self.json})
+        check_numbers("--rows", self.rows)
+        check_among("--kinds", self.kinds, KINDS)
+        check_among("--units", self.units or "none", UNITS)
+        for shape in self.shapes.split(","):
+            parts = shape.split("x")
+            numbers = len(parts) == 2 and all(p.isdecimal() and int(p) for p in parts)
+            require(numbers, f"--shapes are OUTPUTSxINPUTS; one is {shape!r}")
+            for kind in self.kinds.split(","):
+                group = max(32, (ROUNDED | FILE_TYPES).get(kind, 0))
+                fault = f"--kinds {kind} needs inputs in multiples of {group}; --shapes has {shape}"
+                require(int(parts[1]) % group == 0, fault)
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """From the command to the first text and to the end, each start in a process of its own."""
+
+    llama_python: str = option(
+        "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
+    )
+    threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
+    rounds: int = option(3, "second starts of every contestant", least=1)
+    cold: bool = option(False, "also print a first start with empty caches")
+    json: str = option("", "append the rows to this file")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        check_outputs({"--json": self.json})
+
+
+@dataclass(frozen=True)
+class RaceOptions:
+    """One prompt's two answers, with drafts and without, as a moving picture."""
+
+    checkpoint: str = option(DEFAULT, "the target, as generate.py's")
+    prompt: str = option("Write a Python function that sorts a list.", "a user's words")
+    max_new_tokens: int = option(256, "longest answer in tokens", least=1)
+    rounds: int = option(5, "runs of each side, in turn", least=1)
+    machine: str = option("", "its name in the corner; default: as the processor says")
+    json: str = option("", "where to write the recorded times")
+    recorded: str = option("", "recorded times to draw, instead of new ones")
+    out: str = option("", "picture to write, an SVG")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        require(bool(self.out or self.json), "name a picture with --out, or times with --json")
+        check_outputs({"--json": self.json, "--out": self.out})
+
+
+@dataclass(frozen=True)
+class BarsOptions:
+    """A table of tokens per second, and the same figures as bars."""
+
+    file: str = option("", "JSON list of rows, or what `speed --json` wrote", positional=True)
+    out: str = option("", "picture to write, an SVG")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        check_outputs({"--out": self.out})
+
+
+@dataclass(frozen=True)
+class KernelsOptions:
+    """On CUDA, matmuls or attention of a 7B beside torch's: microseconds, and right or wrong."""
+
+    format: str = option("int4", "weights of a matmul; or attention", KERNELS)
+    group_size: int = option(128, "of int4 scales", None)
+    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
+    lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
+    rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
+    replays: int = option(20, "timed replays of the graph", least=1)
+    json: str = option("", "append the rows to this file")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        check_outputs({"--json": self.json})
+        check_numbers("--rows", self.rows)
+        check_numbers("--lengths", self.lengths)
+
+
+@dataclass(frozen=True)
+class PlansOptions:
+    """On CUDA, the fastest tiles of each matmul of a 7B: a table that decoding loads."""
+
+    out: str = option(str(ROOT / "backends/triton/measured"), "folder of the table")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        fault = f"--out {self.out} is no directory; make it, or name another"
+        require(Path(self.out).is_dir(), fault)
+        require(find_spec("triton") is not None, "Triton is not installed; pip install triton")
+
+
+CASES: dict[str, type] = {
+    "speed": SpeedOptions,
+    "fidelity": FidelityOptions,
+    "passes": PassesOptions,
+    "linear": LinearOptions,
+    "start": StartOptions,
+    "race": RaceOptions,
+    "bars": BarsOptions,
+    "kernels": KernelsOptions,
+    "plans": PlansOptions,
+}

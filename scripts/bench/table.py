@@ -1,0 +1,150 @@
+"""The tables of measure.py, in Markdown; those of `speed` are made of its log alone.
+
+`tables`: one per temperature, batch size and quantization; a row per task and method, and the mean
+over tasks as in the papers; a line that explains each method's speedup. Spreads are quartiles over
+prompts, errors of tau standard errors over prompts.
+Not here: measuring; pictures (bars.py, race.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from run.stats import explain
+from scripts.bench.cases import is_peer
+
+ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
+COLUMNS = (
+    "task", "method", "speedup", "tau", "0..4-alpha", "tokens/s", "first ms", "ms draft", "verify",
+    "rest", "of ceiling", "identical", "repeated 8-grams", "prompts",
+)  # fmt: skip
+PARTS = ("draft", "verify", "rest")  # of a cycle
+BRIEF = (  # columns of the final JSON
+    "task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s",
+    "speedup",
+)  # fmt: skip
+
+
+class Panel(NamedTuple):
+    """The rows of one setting."""
+
+    title: str
+    rows: list[dict[str, Any]]
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks in the order of the log."""
+        return list(dict.fromkeys(row["task"] for row in self.rows))
+
+    @property
+    def methods(self) -> dict[str, list[dict]]:
+        """Rows by method."""
+        names = dict.fromkeys(row["method"] for row in self.rows)
+        return {name: [row for row in self.rows if row["method"] == name] for name in names}
+
+
+def panels(rows: list[dict]) -> list[Panel]:
+    """Group rows by quantization, temperature and batch size."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        setting = (row["quant"], row["temperature"], row["batch_size"])
+        groups.setdefault(setting, []).append(row)
+    return [
+        Panel(f"T = {t:g}, B = {b}, quantization {q}", mine) for (q, t, b), mine in groups.items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def tables(rows: list[dict]) -> Iterator[str]:
+    """Yield Markdown, line by line."""
+    for machine in {json.dumps(row["environment"] | row["config"]): row for row in rows}.values():
+        ceiling = {"read bandwidth": f"{machine['ceiling_bytes_per_s'][0] / 1e9:.1f} GB/s"}
+        # both may name the device; the processor's name says more
+        values = machine["config"] | machine["environment"] | ceiling
+        yield ", ".join(
+            f"{name} {value}" for name, value in values.items() if value not in ("", None, False)
+        )
+    for panel in panels(rows):
+        yield f"\n### {panel.title}\n"
+        shown = [cells(row) for task in panel.tasks for row in panel.rows if row["task"] == task]
+        if len(panel.tasks) > 1:
+            shown += [mean_row(method, mine) for method, mine in panel.methods.items()]
+        yield markdown(COLUMNS, shown)
+        peak = max(row["peak_memory_bytes"] for row in panel.rows) / 1e9
+        compiling = ", ".join(
+            f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items()
+        )
+        for name, mine in panel.methods.items():
+            if name != "none" and "none" in panel.methods and not is_peer(name):
+                yield f"\n{name}: {explained(mine, panel.methods['none'])}"
+        compiled = all(row["compiled"] for row in panel.rows)
+        how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
+        yield f"\n{how}; peak memory of the process {peak:.2f} GB."
+
+
+def explained(rows: list[dict], plain: list[dict]) -> str:
+    """Return the line of `stats.explain` over the tasks. plain: the rows of `none`"""
+    keys = ("tokens", "cycles", "decode_s", "draft_s", "verify_s")
+    tasks = {row["task"] for row in rows} & {row["task"] for row in plain}
+    mine = {key: sum(row[key] for row in rows if row["task"] in tasks) for key in keys}
+    none = {key: sum(row[key] for row in plain if row["task"] in tasks) for key in keys}
+    if not mine["cycles"] or not none["cycles"] or not mine["decode_s"]:
+        return "nothing was decoded"
+    mine["tokens_per_s"] = mine["tokens"] / mine["decode_s"]
+    return explain(mine, none["decode_s"] / none["cycles"], none["tokens"] / none["cycles"])
+
+
+def mean_row(method: str, rows: list[dict]) -> list[str]:
+    """Return the row of a method's means over tasks."""
+    speedups = [row["speedup"] for row in rows if row["speedup"]]
+    tau = sum(row["tau"] for row in rows) / len(rows)
+    faster = f"{sum(speedups) / len(speedups):.2f}" if speedups else ""
+    return ["**mean**", method, faster, f"{tau:.2f}", *[""] * (len(COLUMNS) - 4)]
+
+
+def cells(row: dict) -> list[str]:
+    """Return one row of a table."""
+    alphas = " ".join(f"{a:.2f}".lstrip("0") for a in (row["n_alpha"] or [])[:ALPHAS])
+    share = row["verify_of_ceiling"]
+    identical = row["identical"]
+    left_out = f" ({row['left_out']} left out)" if row["left_out"] else ""
+    return [
+        row["task"],
+        row["method"],
+        spread(row, "speedup", 2),
+        f"{row['tau']:.2f} ± {row['tau_error']:.2f}",
+        alphas,
+        spread(row, "tokens_per_s", 1),
+        f"{row['first_ms']:.0f}",
+        *(f"{row[f'{part}_ms']:.2f}" for part in PARTS),
+        f"{100 * share:.0f} %" if share else "",
+        "" if identical is None else f"{100 * identical:.0f} %",
+        f"{row['repeated']:.2f}",
+        f"{row['prompts']}{left_out}",
+    ]
+
+
+def spread(row: dict, name: str, digits: int) -> str:
+    """Format `median (quartile-quartile)`, or nothing where it was not measured."""
+    if row[name] is None:
+        return ""
+    median, low, high = (f"{x:.{digits}f}" for x in (row[name], *row[f"{name}_quartiles"]))
+    return f"{median} ({low}-{high})"
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len([*head]), *lines])
+
+
+def write_report(rows: list[dict]) -> None:
+    """Print the tables and, last, one JSON object. Raises: ValueError when nothing was measured."""
+    if not rows:
+        raise ValueError("the log holds no measurement; run measure.py speed with --json first")
+    print("\n".join(tables(rows)))
+    print(json.dumps({"rows": [{name: row[name] for name in BRIEF} for row in rows]}))

@@ -1,0 +1,870 @@
+"""measure.py on the bundled demo: logs, resuming, tables, peers, pictures, kernels, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from drafter_files import write_token_heads
+from files.rounding import quantize_directory
+from files.tokenizer import Tokenizer
+from files.weights import load_model
+from helpers import GOLDEN, golden_case, refused, slow
+from quantize import BLOCKS, Quantization
+from run.generate import generate, load
+from run.methods import head_kinds
+from run.options import DEMO, ROOT, GenerateConfig
+from run.parsing import parse
+from scripts import compare
+from scripts import measure as program
+from scripts.bench import bars, contestants, fidelity, kernels, linear, race, random_file
+from scripts.bench import speed as bench
+from scripts.bench.cases import (
+    FORMATS,
+    KINDS,
+    LOOKUP,
+    SHAPES,
+    KernelsOptions,
+    LinearOptions,
+    SpeedOptions,
+)
+from scripts.bench.common import Log, Series, in_turn, pass_bytes
+from scripts.bench.contestants import Outcome, TokenClock
+from scripts.bench.llama_peer import LlamaCpp, decode, lookup, write_gguf
+from scripts.bench.methods import Setting, method_config, methods_of
+from scripts.bench.table import explained
+from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
+from tiny_models import IDS, by_passes
+
+METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
+TASKS = [
+    {"id": "a-1", "task": "a", "turns": ["def read_lines(path):"]},
+    {"id": "a-2", "task": "a", "turns": ["import os\n", "class Tree:"]},
+    {"id": "a-3", "task": "a", "turns": ["for line in file:"]},
+    {"id": "b-1", "task": "b", "turns": ["Question: What is 2 + 2?\nAnswer:"]},
+]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(autouse=True)
+def ceiling(monkeypatch):
+    """A fixed bandwidth: measuring it takes seconds and a gigabyte."""
+    for module in (bench, linear):
+        monkeypatch.setattr(module, "read_bandwidth", lambda device, runs: Series.of([1e10]))
+
+
+def write_lines(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def config_in(folder: Path, **options) -> SpeedOptions:
+    """A small benchmark in fp32, where vanilla's tokens are everybody's."""
+    plain = {"methods": METHODS, "dtype": "float32", "device": "cpu", "max_new_tokens": 8}
+    plain |= {"checkpoint": DEMO, "json": str(folder / "log.jsonl")}
+    plain["tasks"] = write_lines(folder / "tasks.jsonl", TASKS)
+    return SpeedOptions(**(plain | options))
+
+
+def command(monkeypatch, *argv: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure.py", *argv])
+    program.main()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A log of two tasks and three methods, and its folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "read_bandwidth", lambda device, runs: Series.of([1e10]))
+        bench.measure(config_in(folder))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def test_one_line_per_task_and_method(measured, capsys, monkeypatch):
+    """And the tables come from the log alone."""
+    rows = rows_of(measured / "log.jsonl")
+    names = [(task, method) for task in "ab" for method in METHODS.split(",")]
+    assert [(r["task"], r["method"]) for r in rows] == names
+    for row in rows:
+        plain, chain = row["method"] == "none", "chain" in row["method"]
+        assert row["identical"] == 1.0 and row["tokens_per_s"] > 0
+        assert row["tau"] == 1 if plain else row["tau"] > 1.5
+        assert row["speedup"] == 1 if plain else row["speedup"] not in (0, 1)
+        assert (row["n_alpha"] is not None) == chain
+        assert sum(row["histogram"]) == row["cycles"]
+        accepted = sum(n * c for n, c in enumerate(row["histogram"]))
+        assert row["tau"] == pytest.approx(1 + accepted / row["cycles"])
+        split = row["draft_ms"] + row["verify_ms"] + row["rest_ms"]
+        assert split * row["cycles"] / 1e3 == pytest.approx(row["decode_s"])
+        assert row["config"]["checkpoint"] == "checkpoints/demo" and row["environment"]["threads"]
+        assert row["prompts"] == (3 if row["task"] == "a" else 1) and row["runs"] == row["prompts"]
+    monkeypatch.setattr(bench, "measure", None)  # nothing may be measured
+    command(monkeypatch, "speed", "--report", str(measured / "log.jsonl"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [r["tau"] for r in json.loads(lines[-1])["rows"]] == [r["tau"] for r in rows]
+    for row in rows:
+        (shown,) = (x for x in lines if x.startswith(f"| {row['task']} | {row['method']} |"))
+        assert f" {row['tau']:.2f} ± " in shown and f"{row['speedup']:.2f} (" in shown
+
+
+def test_tau_is_that_of_generate_and_batches_count_the_same(measured, tmp_path):
+    """But for tokens behind the end of an answer, which the papers' tau counts."""
+    engine = load(checkpoint=DEMO, dtype="float32", device="cpu", max_new_tokens=8, tree="dynamic")
+    stats = generate(engine, [row["turns"] for row in TASKS[:3]]).stats
+    rows = rows_of(measured / "log.jsonl")
+    row = next(r for r in rows if r["task"] == "a" and r["method"] == "eagle:dynamic")
+    accepted = sum(stats["accept_lengths"]) / stats["cycles"]
+    assert row["tau"] == pytest.approx(1 + accepted) and row["cycles"] == stats["cycles"]
+    assert stats["tau"] <= row["tau"]
+    config = config_in(tmp_path, methods="eagle:dynamic", batch_sizes="3", limit=3)
+    together = bench.measure(config)[0]
+    assert together["histogram"] == row["histogram"]
+    assert together["speedup"] is together["identical"] is None
+    assert together["cycles"] < row["cycles"] and together["runs"] == 1
+    # each length went to its own prompt
+    assert together["tau_error"] == pytest.approx(row["tau_error"]) and row["tau_error"] > 0
+
+
+def test_a_killed_run_goes_on_at_its_task(tmp_path, monkeypatch, capsys):
+    config = config_in(tmp_path, methods="none,eagle:static", limit=3)
+    real, seen = bench.run_round, []
+
+    def killed(runs, given, number):
+        seen.append(number)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return real(runs, given, number)
+
+    monkeypatch.setattr(bench, "run_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(config)
+    log = tmp_path / "log.jsonl"
+    log.write_bytes(log.read_bytes()[:-9])
+    rows = bench.measure(config)
+    # the second method of the first task was torn, and needs the first one beside it
+    assert seen == [0, 1, 2, 0, 0, 1, 2, 0]
+    assert len(rows) == 4 and rows[0]["runs"] == 3
+    assert "line 2 is torn" in capsys.readouterr().err
+    bench.measure(config)
+    assert len(seen) == 8, "nothing is left to measure"
+    assert "holds 4 lines; 0 are to be measured" in capsys.readouterr().out
+
+
+def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
+    real = bench.with_config
+
+    def broken(engine, config):
+        if config.tree == "static":
+            raise RuntimeError("it does not compile\nfor a long reason")
+        if config.draft == "ngram":
+            raise ValueError("the text has too many tokens")
+        return real(engine, config)
+
+    monkeypatch.setattr(bench, "with_config", broken)
+    config = config_in(tmp_path, methods="none,eagle:static,ngram", limit=1)
+    failed = r"^eagle:static: RuntimeError: it does not compile \(the traceback is above\); ngram: the text has"
+    with pytest.raises(ValueError, match=failed):
+        bench.measure(config)
+    assert [row["method"] for row in rows_of(tmp_path / "log.jsonl")] == 2 * ["none"]
+    monkeypatch.setattr(bench, "with_config", real)
+    assert len(bench.measure(config)) == 6, "only what failed is measured again"
+
+
+def test_logs_that_cannot_be_resumed(measured, tmp_path):
+    log = str(measured / "log.jsonl")
+    config = replace(config_in(tmp_path), json=log, tasks="demo", max_new_tokens=9)
+    with pytest.raises(ValueError, match="with --max_new_tokens 8, here 9; name another file"):
+        bench.measure(config)
+    with pytest.raises(ValueError, match="line 1 is no line of measure.py speed"):
+        bench.open_log(write_lines(tmp_path / "other.jsonl", [{"x": 1}]), "--json")
+    (tmp_path / "broken.jsonl").write_text('{"x": 1\n{"x": 2}\n')
+    with pytest.raises(ValueError, match="line 1 is not valid JSON"):
+        Log(str(tmp_path / "broken.jsonl"), "--json")
+
+
+def test_acceptance_is_the_official_count():
+    for run in golden_case("eagle1_chain5_mha_alpha")["runs"]:
+        facts = bench.acceptance([run["accept_lengths"]], 5)
+        assert facts["tau"] == pytest.approx(run["tau_mean_tokens_per_cycle"])
+        tried = [(a, n) for a, n in zip(run["alpha"], run["alpha_num"]) if n]
+        assert facts["by_depth"] == pytest.approx([a / n for a, n in tried])
+
+
+def test_a_pass_of_a_mixture_reads_the_experts_of_one_token():
+    target = load_model(GOLDEN / "models/target_mixtral", torch.float32)  # two of four experts
+    embedding = target.embedding.weight
+    assert target.lm_head.weight is not embedding
+    every = sum(x.nbytes for x in (*target.parameters(), *target.buffers()))
+    experts = sum(each.w13.weight.nbytes + each.w2.weight.nbytes for each in target.layers)
+    unread = experts / 2 + embedding[1:].nbytes
+    assert pass_bytes(target, 0) == pytest.approx(every - unread)
+
+
+def test_a_speedup_is_explained_over_all_tasks():
+    """Tasks that only one of both has do not count; a batch of two emits two tokens a pass."""
+
+    def row(task, tokens, cycles, decode_s, draft_s, verify_s):
+        times = {"decode_s": decode_s, "draft_s": draft_s, "verify_s": verify_s}
+        return {"task": task, "tokens": tokens, "cycles": cycles} | times
+
+    plain = [row("a", 80, 40, 4.0, 0.0, 4.0), row("b", 120, 60, 6.0, 0.0, 6.0)]
+    drafted = [row("a", 80, 20, 3.0, 0.5, 2.0), row("b", 120, 30, 4.5, 0.5, 4.0)]
+    drafted.append(row("c", 999, 1, 1.0, 0.5, 0.5))
+    parts = "verify 1.200 + draft 0.200 + host 0.100 of a vanilla pass"
+    assert explained(drafted, plain).startswith(f"1.33 = tau 2.000 / ({parts}); bound by")
+    assert explained([row("d", 0, 1, 0.0, 0.0, 0.0)], plain) == "nothing was decoded"
+
+
+def test_contestants_run_in_turn_and_the_first_round_warms_up():
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    taken = in_turn(runs, 2, "")
+    assert sorted(order) == sorted("abc" * 3) and order[:3] != order[3:6]
+    assert all(len(done) == 2 and min(done) > 3 for done in taken.values())
+
+
+def test_values_of_a_trace_fall_along_paths_and_agree_between_trees():
+    options = {"checkpoint": DEMO, "dtype": "float32", "device": "cpu", "max_new_tokens": 8, "trace": "-"}  # fmt: skip
+    ids = [5, 17, 300, 40]
+    trace = generate(load(tree="static", **options), [ids]).trace
+    wide = generate(load(tree="dynamic", **options), [ids]).trace[0]
+
+    def below_the_root(row) -> dict[int, float]:
+        nodes = zip(row["draft_tokens"], row["values"], row["parents"])
+        return {token: value for token, value, parent in nodes if parent == 0}
+
+    for row in trace:
+        values = [0.0, *row["values"]]
+        assert all(value <= values[parent] for parent, value in zip(row["parents"], row["values"]))
+    first, other = below_the_root(trace[0]), below_the_root(wide)
+    shared = first.keys() & other.keys()
+    assert shared
+    assert [first[t] for t in shared] == pytest.approx([other[t] for t in shared], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------- methods and tasks
+
+
+def test_methods_become_options():
+    setting = Setting("none", 1.0, 4)
+    config = SpeedOptions(checkpoint=DEMO, options="top_p=0.9,ignore_eos")
+    got = method_config("eagle:static:residual", setting, config)
+    assert (got.draft, got.tree, got.accept) == ("eagle", "static", "residual")
+    assert (got.temperature, got.batch_size, got.top_p, got.ignore_eos) == (1.0, 4, 0.9, True)
+    got = method_config("eagle:dynamic:topk:tree_size=30", setting, config)
+    assert (got.tree, got.children, got.tree_size) == ("dynamic", "topk", 30)
+
+
+def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
+    models = GOLDEN / "models"
+    config = SpeedOptions(checkpoint=str(models / "target_llama_mha"), methods="all")
+    greedy = Setting("none", 0.0, 1)
+    plain = methods_of(config, greedy)
+    assert plain[:1] == ["none"] and "ngram" in plain and not any("eagle" in m for m in plain)
+    (tmp_path / "a").symlink_to(models / "head_eagle12_mha")
+    (tmp_path / "b").symlink_to(models / "target_llama_mha")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/config.json").write_text('{"medusa_num_heads": 3}')
+    (tmp_path / "broken").mkdir()
+    config = replace(config, heads=str(tmp_path))
+    trees = ("chain:tree_depth=3", "static", "dynamic")
+    more = [f"eagle:{tree}:head={tmp_path / 'a'}" for tree in trees]
+    more += [f"model:chain:tree_depth=3:draft_checkpoint={tmp_path / 'b'}"]
+    more += [f"medusa:{tree}:head={tmp_path / 'c'}" for tree in trees]
+    assert methods_of(config, greedy) == plain + more
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"note: left out of --methods all: {tmp_path / 'broken'}"), said
+    for method in more:
+        assert method_config(method, greedy, config).draft == method.partition(":")[0]
+    sampled = methods_of(config, Setting("none", 1.0, 1))
+    residual = f"model:chain:tree_depth=3:residual:draft_checkpoint={tmp_path / 'b'}"
+    assert set(sampled) - {*plain, *more} == {residual}
+
+
+PUBLISHED = [  # a row as its data card shows it, its task, its turns
+    ({"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []}, "writing", ["a", "b"]),
+    ({"question_id": "9f", "category": "coding", "sub_category": "x", "turns": ["a"], "source": "s",
+      "src_id": "1", "difficulty": "easy", "multiturn": False}, "coding", ["a"]),
+    ({"question_id": "9f", "category": "qa",
+      "messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}, "qa", ["a", "b"]),
+    ({"problem": "What is $1+1$?", "solution": "...", "answer": "2", "subject": "Algebra", "level": 1,
+      "unique_id": "test/algebra/1.json"}, "math500", ["What is $1+1$?"]),
+    ({"task_id": 11, "text": "Add.", "code": "c", "test_list": ["t1", "t2"]}, "mbpp", [MBPP.format("Add.", "t1\nt2")]),
+    ({"task_id": 11, "prompt": "Add.", "test_imports": [], "test_list": ["t1"]}, "mbpp", [MBPP.format("Add.", "t1")]),
+    ({"_id": "1", "dataset": "qasper", "context": "A text.", "input": "Why?", "length": 3, "answers": ["x"]},
+     "qasper", ["A text.\n\nWhy?"]),
+]  # fmt: skip
+
+
+def test_published_layouts_by_path(tmp_path):
+    """MT-bench, SPEED-Bench (both files), MATH-500, MBPP (both files) and LongBench; an array too."""
+    expected: dict[str, list[list[str]]] = {}
+    for _, task, turns in PUBLISHED:
+        expected.setdefault(task, []).append(turns)
+    rows = [row for row, _, _ in PUBLISHED]
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert conversations(lines) == conversations(str(tmp_path / "rows.json")) == expected
+    first = [turns[:1] for turns in expected.values()]
+    assert list(bench.read_tasks(SpeedOptions(tasks=lines, limit=1)).values()) == first
+
+
+def test_bundled_tasks():
+    """Every file is one task under its own name, and README.md has a line for it."""
+    readme = (EVAL.parent / "README.md").read_text()
+    for file in EVAL.glob("*.jsonl"):
+        if file.stem != "demo":  # has two
+            assert list(conversations(file.stem)) == [file.stem]
+        assert f"eval/{file.name}" in readme
+    assert conversations("mbpp")["mbpp"][0][0].startswith(MBPP[:40])
+    longest = [len(turns[0]) for turns in conversations("long")["long"]]
+    assert min(longest) > 4000 and all(len(turns) == 2 for turns in conversations("long")["long"])
+
+
+def test_long_prompts_are_left_out_aloud(capsys):
+    engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=12)
+    task = bench.fitting(engine, "a", [["x"], ["x " * 3000]], 8)
+    assert (len(task.prompts), task.left_out) == (1, 1)
+    assert "1 prompts of a have more than 2040 tokens; they are left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no prompt of a has at most 1 tokens; raise the context"):
+        bench.fitting(engine, "a", [["a b c d"]], 2047)
+
+
+# -------------------------------------------------------------------------------------------- peers
+
+
+def test_transformers_beside_ours(tmp_path):
+    pytest.importorskip("transformers")
+    methods = "none,eagle:chain:tree_depth=2,transformers,transformers:lookup"
+    config = config_in(tmp_path, methods=methods, limit=1, max_new_tokens=6)
+    rows = bench.measure(config)
+    assert [row["method"] for row in rows[:4]] == methods.split(",")
+    for row in rows:
+        assert row["identical"] == 1.0 and row["tokens_per_s"] > 0 and row["tau"] >= 1
+        assert row["speedup"] > 0 and row["first_ms"] > 0
+    assert {row["tau"] for row in rows if row["method"] in ("none", "transformers")} == {1.0}
+
+
+def test_random_weights_of_another_runtime(monkeypatch):
+    """In transformers; a vocabulary smaller than the prompt's ids is no fault."""
+    pytest.importorskip("transformers")
+    small = {"dim": 64, "hidden": 96, "layers": 2, "heads": 2, "vocabulary": 40}
+    monkeypatch.setattr(contestants, "SHAPE_7B", small)
+    config = SpeedOptions(max_new_tokens=5, device="cpu")
+    model = contestants.random_transformers("cpu")
+    outcome = contestants.run_transformers(model, config)([[3, 900, 77], [1]])
+    assert [len(text) for text in outcome.texts] == [5, 5] and outcome.tokens == 8
+
+
+def test_identical_is_said_of_each_runtime():
+    """A peer's drafts are held against its own plain decoding, also where that is not ours."""
+    texts = {
+        "none": [7, 8], "ngram": [7, 8], "eagle:residual": [7, 5], "llama.cpp:file": [5, 8],
+        "llama.cpp:file:lookup2": [5, 8], "llama.cpp:file:eagle3": [7, 8], "gpt-fast:int4": [],
+    }  # fmt: skip
+    due = {"none": "none", "ngram": "none", "eagle:residual": "", "gpt-fast:int4": ""}
+
+    def run(text):
+        return lambda number: Outcome([text], 1, 0.5, 0.1, 0.1, 0.0, 1, [[0]])
+
+    made = {name: contestants.Contestant(None, due.get(name, "llama.cpp:file")) for name in texts}
+    done = bench.run_round({name: run(text) for name, text in texts.items()}, made, 3)
+    assert {name: one.identical for name, one in done.items()} == {
+        "none": (True,), "ngram": (True,), "eagle:residual": (), "llama.cpp:file": (True,),
+        "llama.cpp:file:lookup2": (True,), "llama.cpp:file:eagle3": (False,), "gpt-fast:int4": (),
+    }  # fmt: skip
+
+
+def test_token_clock_counts_what_comes_together():
+    clock = TokenClock()
+    clock.began = 1.0
+    clock.puts = [(1.1, 7), (1.5, 1), (2.0, 3), (2.5, 2)]  # the first brings the prompt
+    outcome = clock.outcome([[9] * 6], skip=1)
+    assert outcome.prefill_s == pytest.approx(0.5) and outcome.accept_lengths == [[2, 1]]
+    assert outcome.rate == pytest.approx(5) and outcome.cycles == 2
+    clock.puts = [(1.1, 8), (1.5, 2), (2.0, 2), (2.5, 2)]  # two rows of one token each
+    outcome = clock.outcome([[9] * 3] * 2, skip=1)
+    assert outcome.rate == pytest.approx(4) and outcome.accept_lengths == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_written_gguf_is_the_model_it_was_made_of(tmp_path, kind):
+    """Names, and rows of q and k that rotate neighbours: read by our own reader."""
+    pytest.importorskip("gguf")
+    write_gguf(Path(DEMO), tmp_path / "demo.gguf", kind)
+    ids = torch.randint(3, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for path in (Path(DEMO), tmp_path / "demo.gguf"):
+        target = load_model(path, torch.float32)
+        with torch.inference_mode():
+            logits.append(target.logits(target(ids, torch.arange(24)[None])))
+    error = (logits[0] - logits[1]).square().mean().sqrt()
+    assert error < 0.05 * logits[0].std()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_llama_cpp_computes_the_same_function(tmp_path, kind):
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    ids = torch.randint(3, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
+    target = load_model(Path(DEMO), torch.float32)
+    with torch.inference_mode():
+        logits = target.logits(target(ids, torch.arange(24)[None]))[0]  # [T, V]
+    write_gguf(Path(DEMO), tmp_path / "demo.gguf", kind)
+    peer = LlamaCpp(tmp_path / "demo.gguf", 64, 1, 32)
+    theirs = torch.from_numpy(peer.feed(ids[0].tolist(), 0, every=True).copy())
+    bound = {"bf16": 0.02, "f16": 0.005, "q8_0": 0.05, "q4_0": 0.4}[kind]
+    assert float((theirs - logits).square().mean().sqrt()) < bound * float(logits.std())
+    # rolls back, then repeats
+    again = torch.from_numpy(peer.feed(ids[0, 20:].tolist(), 20, every=True).copy())
+    torch.testing.assert_close(again, theirs[20:], atol=0.1, rtol=0.05)
+    prompt = ids[0, :6].tolist() * 2
+    clocks = [TokenClock(), TokenClock()]
+    plain, drafted = [
+        decode(peer, prompt, 20, clock, draft) for clock, draft in zip(clocks, (None, lookup()))
+    ]
+    assert plain == drafted and len(clocks[0].puts) == 20 > len(clocks[1].puts), LOOKUP
+    peer.close()
+
+
+# ----------------------------------------------------------------------------------------- compare.py
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "my prompts.jsonl"
+    write_lines(
+        file, [{"turns": ["def read_lines(path):"]}, {"turns": ["import os\n", "class T:"]}]
+    )
+    return file
+
+
+def lines_of(capsys, *argv: str) -> list[str]:
+    compare.main([*argv, "--max_new_tokens=8", "--device=cpu"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_drafter_at_hand_has_a_line(prompts, capsys):
+    """The recommended command is one that generate.py takes, for the same prompts."""
+    lines = lines_of(capsys, f"--checkpoint={DEMO}", f"--prompts={prompts}", "--temperature=0.7")
+    first = next(i for i, line in enumerate(lines) if line.startswith("none: "))
+    for method, line in zip((*compare.WITHOUT_HEAD, *compare.OF_KIND["eagle"]), lines[first:]):
+        assert line.startswith(f"{method}: "), line
+        if method != "none":
+            assert " = tau " in line, line
+            assert re.search(r" of a vanilla pass\); (bound by|noisy: )", line), line
+            assert line.endswith("by prompt; 100 % of sequences identical"), line
+    python, generator, *argv = shlex.split(lines[-1])
+    assert (python, generator) == ("python", "generate.py")
+    chosen = parse(GenerateConfig, "generate.py", "", argv)
+    chosen.check()
+    assert lines[-2].startswith(f"recommended, {chosen.draft}")
+    assert chosen.checkpoint == DEMO and chosen.prompt_file == str(prompts)
+    assert chosen.temperature == 0.7 and chosen.max_new_tokens == 8
+
+
+def test_without_a_head_there_are_two_and_heads_of_every_kind_are_compared(
+    prompts, capsys, tmp_path
+):
+    """A copy of the demo has no head beside it; EAGLE's and Medusa's are named by their folders."""
+    (tmp_path / "plain").symlink_to(DEMO)
+    lines = lines_of(capsys, f"--checkpoint={tmp_path / 'plain'}", f"--prompts={prompts}")
+    found = [line for line in lines if " of a vanilla pass)" in line]
+    assert [line.partition(":")[0] for line in found] == ["ngram", "recycling"]
+    (tmp_path / "medusa").mkdir()
+    write_token_heads(tmp_path / "medusa", "medusa 2", load_model(Path(DEMO), torch.float32))
+    folders = {"eagle": f"{DEMO}-eagle", "medusa": str(tmp_path / "medusa")}
+    heads = f"--heads={','.join(folders.values())}"
+    lines = lines_of(capsys, f"--checkpoint={DEMO}", f"--prompts={prompts}", heads)
+    found = [line for line in lines if " of a vanilla pass)" in line]
+    want = [f"{m}:head={folder}" for kind, folder in folders.items() for m in compare.OF_KIND[kind]]
+    assert len(found) == 2 + len(want), found
+    for start, line in zip(want, found[2:]):
+        assert line.startswith(start) and line.endswith("; 100 % of sequences identical"), line
+
+
+def test_the_fastest_of_methods_of_every_kind_is_recommended():
+    assert set(compare.OF_KIND) == set(head_kinds())
+    for kind, methods in compare.OF_KIND.items():
+        assert all(method.startswith(kind) for method in methods)
+    rows = [
+        {"method": method, "tokens": tokens, "decode_s": 2.0}
+        for method, tokens in (("none", 20), ("ngram", 19), ("eagle:auto", 40), ("eagle", 40))
+    ]
+    assert compare.fastest(rows)["method"] == "eagle:auto"
+    assert compare.fastest(rows[:2])["method"] == "none", "drafting does not pay"
+    nothing = [{"method": "none", "tokens": 0, "decode_s": 0.0}]
+    assert compare.fastest(nothing)["method"] == "none"
+
+
+@pytest.mark.parametrize("argv, message", [
+    ([], "--prompts is missing; name a file with your prompts"),
+    (["--prompts=none.jsonl"], "--prompts: cannot read none.jsonl"),
+    (["--prompts={bad}"], "row 1 has no list of texts"),
+    (["--prompts={good}", "--head=none"], "no such directory: none"),
+    (["--prompts={good}", f"--heads={DEMO}-eagle,{DEMO}"], "holds a model, and no head"),
+    (["--prompts={good}", "--heads={folder}"], "a method is divided by : and ,; give it another"),
+    (["--prompts={good}", "--context=9"], "no prompt of prompts has at most"),
+])  # fmt: skip
+def test_mistakes_of_compare_are_one_line(prompts, argv, message, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n')
+    (tmp_path / "a:b").mkdir()
+    given = [text.format(bad=bad, good=prompts, folder=tmp_path / "a:b") for text in argv]
+    argv = [f"--checkpoint={DEMO}", "--device=cpu", "--max_new_tokens=8", *given]
+    assert message in refused(capsys, compare.main, argv, prints=True)
+
+
+# ------------------------------------------------------------------------------------------- fidelity
+
+
+def test_rows_lie_as_far_from_fp32_as_their_formats(tmp_path, monkeypatch, capsys):
+    loaded = fidelity.load
+    monkeypatch.setattr(fidelity, "load", lambda **given: loaded(**given | {"compile": False}))
+    quantize_directory(Path(DEMO), tmp_path / "other", Quantization("int8"))
+    (tmp_path / "a.txt").write_text("def read_lines(path):\n    return open(path)\n" * 40)
+    flags = ("--text", str(tmp_path / "a.txt"), "--also", str(tmp_path / "other"))
+    flags += ("--checkpoint", DEMO, "--json", str(tmp_path / "found.jsonl"))
+    command(monkeypatch, "fidelity", *flags)
+    rows = {r["row"]: r for r in rows_of(tmp_path / "found.jsonl")}
+    own = [rows[name] for name in ("bfloat16", "--quant int8", "--quant int4")]
+    assert 0 < own[0]["kl"] < own[1]["kl"] < own[2]["kl"] < 0.5
+    assert all(row["rms"] > 0 and 0.6 < row["best"] <= 1 and row["ppl"] > 1 for row in own)
+    assert rows["other"] == rows["--quant int8"] | {"row": "other"}
+    in_8_bits = rows["bfloat16, --kv int8"]
+    assert own[0]["kl"] < in_8_bits["kl"] < own[2]["kl"], "the cache alone is rounded"
+    assert len(rows) == 5 and "| other | " in capsys.readouterr().out
+
+
+def test_equal_logits_a_perplexity_by_hand_and_right_answers():
+    logits = torch.randn(5, 7)
+    found = fidelity.compare_logits([logits], [logits + 3.0], [[0, 1, 2, 3, 4]])
+    loss = -sum(logits[i].log_softmax(-1)[i + 1] for i in range(4)) / 4
+    assert found.rms == pytest.approx(0, abs=1e-6) and found.kl == pytest.approx(0, abs=1e-6)
+    assert found.best == 1 and found.ppl == pytest.approx(float(loss.exp()))
+    assert fidelity.is_right("It is PARIS, of course.", ["paris"])
+    assert not fidelity.is_right("comparison", ["paris"]) and not fidelity.is_right("12", ["1"])
+
+
+def test_prompts_are_of_every_task_or_pieces_of_the_text(tmp_path):
+    tokenizer = Tokenizer.load(Path(DEMO))
+    assert len(fidelity.read_prompts(tokenizer, 2, "")) == 2 * len(fidelity.TASKS)
+    (tmp_path / "a.txt").write_text("x = 1\n" * 500)
+    pieces = fidelity.read_prompts(tokenizer, 2, str(tmp_path / "a.txt"))
+    assert [len(piece) for piece in pieces] == [fidelity.TOKENS] * 2
+
+
+# --------------------------------------------------------------------------------- layers and passes
+
+
+def test_one_layer_is_timed_on_several_units_of_tiles(monkeypatch, capsys):
+    if linear.build.load_operators():
+        pytest.skip("needs a C++ compiler, and this machine has none")
+    monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
+    before = torch.ops.gpt_eagle.tiles()
+    config = LinearOptions("64x512", "1,16", "bf16,Q4_K", units="none,emulation", rounds=2)
+    try:
+        records = linear.measure_shape("64x512", config)
+    finally:
+        torch.ops.gpt_eagle.use_tiles(before[0])
+    assert [(r["kind"], r["unit"], r["rows"]) for r in records] == [
+        (kind, unit, m)
+        for kind in ("bf16", "Q4_K")
+        for m in (1, 16)
+        for unit in ("none", "emulation")
+    ]
+    assert all(r["ms"] > 0 and r["of_one_row"] > 0 for r in records)
+    for record, ratio in zip(records, (1.0, 1.004, 1.0, 0.9, 1.0, 1.3, 1.0, 1.0)):
+        record["of_first_unit"] = ratio
+    linear.print_shape(records)
+    assert capsys.readouterr().out.endswith("\nslower than unit none: Q4_K at 1 rows (1.30)\n")
+    # with the warm-up: bf16 at both numbers of rows, Q4_K at 16, each once or more per call
+    assert torch.ops.gpt_eagle.tiles()[1] - before[1] >= 3 * 3
+
+
+def test_one_layer_is_timed_in_every_format(monkeypatch):
+    monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
+    if linear.build.load_operators():
+        pytest.skip("needs a C++ compiler, and this machine has none")
+    x = torch.randn(2, 512, dtype=torch.bfloat16)
+    for kind in KINDS:
+        contestant = linear.LayerCopies(kind, 64, 512)
+        assert contestant.apply(x, contestant.weights[0]).shape == (2, 64), kind
+        assert contestant.seconds(x, "") > 0
+        assert contestant.bytes * len(contestant.weights) >= linear.ROTATED_BYTES
+
+
+def test_whole_passes_are_timed_on_units_of_tiles(monkeypatch, capsys):
+    if linear.build.load_operators():
+        pytest.skip("needs a C++ compiler, and this machine has none")
+    unit, configured, _ = torch.ops.gpt_eagle.tiles()
+    flags = f"--checkpoint {DEMO} --units none,emulation --rows 1,2 --rounds 1 --threads 1"
+    try:
+        command(monkeypatch, "passes", *flags.split())
+    finally:
+        torch.ops.gpt_eagle.use_tiles(unit)
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines()[-5:-1]]
+    assert rows == [[f" {n} ", f" {unit} "] for n in (1, 2) for unit in ("none", "emulation")]
+    assert torch.ops.gpt_eagle.tiles()[1] > configured
+
+
+RANDOM = {
+    "qwen35": (4, 256, 2, 1, 256, 96),
+    "lfm2": (3, (1,), 256, 4, 2, 256),
+    "gemma4": (4, 2, (1, 3), 96),
+    "gpt_oss": (2, 96),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen35", "lfm2", *slow(["gemma4", "gpt_oss"])])
+def test_random_files_are_models_of_their_families(tmp_path, family):
+    """The slow ones have the widths of published models; a shape gives their layers alone."""
+    path = tmp_path / "m.gguf"
+    random_file.write(getattr(random_file, family)(*RANDOM[family]), path)
+    assert (*random_file.SHAPES,) == SHAPES
+    model = load_model(path, quant=Quantization(BLOCKS, saved=True))
+    logits = by_passes(model, IDS, 29)
+    assert logits.isfinite().all() and logits.std() > 0.1
+
+
+# ------------------------------------------------------------------------------------------- pictures
+
+
+def test_bars_and_table_show_the_rates(measured, tmp_path, monkeypatch, capsys):
+    same = {"model": "m<1>", "format": "int8", "machine": "Zen 4", "date": "today", "commit": "abc"}
+    rows = [
+        same | {"engine": "llama.cpp", "tokens_per_s": 50},
+        same | {"engine": "gpt-eagle, drafted", "tokens_per_s": 200.4},
+        same | {"format": "bf16", "engine": "llama.cpp", "tokens_per_s": 25},
+    ]
+    file = tmp_path / "speed.json"
+    file.write_text(json.dumps(rows))
+    command(monkeypatch, "bars", str(file), "--out", str(tmp_path / "speed.svg"))
+    assert "| m<1>, int8 | 50 | 200 | Zen 4, today, abc |" in capsys.readouterr().out
+    _, *drawn = ElementTree.parse(tmp_path / "speed.svg").getroot().iter(f"{SVG}rect")
+    widths = [float(bar.get("width")) for bar in drawn]
+    assert widths == pytest.approx([480 * 50 / 200.4, 480, 480 * 25 / 200.4], abs=0.1)
+    file.write_text(json.dumps([*rows, same | {"engine": "x", "tokens_per_s": 0}]))
+    said = refused(capsys, command, monkeypatch, "bars", str(file))
+    assert "row 4: tokens_per_s must be above 0; it is 0" in said
+    command(monkeypatch, "bars", str(measured / "log.jsonl"))  # of a run
+    out = capsys.readouterr().out
+    assert "gpt-eagle, no draft | gpt-eagle, eagle:chain:tree_depth=3" in out
+    assert "| demo, none, a | " in out
+
+
+def test_the_pictures_and_the_table_of_the_readme_are_those_of_the_data():
+    results = ROOT / "benchmarks" / "results"
+    readme = (ROOT / "README.md").read_text()
+    for name in ("gpu", "heads"):
+        rows = bars.read_rows(results / f"{name}.json")
+        assert (results / f"{name}.svg").read_text() == bars.picture(rows) + "\n"
+        assert f"benchmarks/results/{name}.svg" in readme
+    assert bars.table(bars.read_rows(results / "speed.json")) in readme
+    recorded = race.read_race(results / "race.json")
+    assert (ROOT / "docs/race.svg").read_text() == race.picture(recorded) + "\n"
+
+
+WORDS = "Words that fill more than one line, " * 4
+PIECES = [[0.1, "def f(x):\n"], [0.4, "    return <x> & "], [0.7, WORDS], [0.9, "x" * 70]]
+RACE = {
+    "prompt": "Is 1 < 2?",
+    "checkpoint": "a.gguf",
+    "machine": "a processor",
+    "date": "2026-11-28",
+    "sides": [
+        {"pieces": [[2 * seconds, text] for seconds, text in PIECES], "tokens": 90},
+        {"pieces": PIECES, "tokens": 90},
+    ],
+}
+
+
+def test_parts_hold_the_whole_text_in_lines_that_fit():
+    side = race.Side(**RACE["sides"][1])
+    found = [*race.chunks(side)]
+    assert "".join(text for *_, text in found) == side.text.replace("\n", " ")
+    widest = max(column + len(text.rstrip()) for _, _, column, text in found)
+    assert widest == race.COLUMNS
+    assert [part[:3] for part in found[:2]] == [(0.1, 0, 0), (0.4, 1, 0)]
+    starts = [(line, column) for _, line, column, _ in found]
+    assert starts == sorted(set(starts))
+
+
+def test_a_piece_is_hidden_until_its_time_and_each_clock_ends_with_its_rate():
+    texts = [*ElementTree.fromstring(race.picture(RACE)).iter(f"{SVG}text")]
+    ends = {
+        text.text: [s.get("end") for s in text.iter(f"{SVG}set") if s.get("to") == "hidden"]
+        for text in texts
+    }
+    assert ends["def f(x): "] == ["loop.begin+0.400s"]  # of the faster side, played 4 times slower
+    assert ends["1.80 s, 50 tokens/s"] == ["loop.begin+7.200s"]
+    assert ends["0.90 s, 100 tokens/s"] == ["loop.begin+3.600s"]
+    assert "> Is 1 < 2?" in ends
+    shown = [text for text in texts if text.get("visibility") != "hidden"]
+    assert sum(text.text == "def f(x): " for text in shown) == 2  # without an animation, too
+    assert texts[-1].text.startswith("played 4 times slower; one text; a.gguf; a processor")
+
+
+# -------------------------------------------------------------------------------------------- kernels
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Tensors that the case would make on the GPU, and a clock that says one microsecond."""
+    for name in ("rand", "randn", "randint", "tensor", "ones"):
+        original = getattr(torch, name)
+        made = lambda *a, original=original, **k: original(*a, **k | {"device": "cpu"})  # noqa: E731
+        monkeypatch.setattr(torch, name, made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def one_microsecond(calls, replays):
+        results = [call() for call in calls]
+        assert len(results) == 2 and results[0] is not results[1]
+        return [1e-6] * replays
+
+    monkeypatch.setattr(kernels, "graph_times_s", one_microsecond)
+
+
+def test_attention_agrees_with_its_peer(on_cpu, monkeypatch):
+    """With the CPU's operators in the place of ours."""
+    for name, value in {"HEADS": {"8b": (4, 1)}, "CAPACITY": 40, "CACHE_LAYERS": 2}.items():
+        monkeypatch.setattr(kernels, name, value)
+    config = KernelsOptions(format="attention", rows="1,7", lengths="20", rotate_mb=0)
+    for _, M, make in kernels.contests(config):
+        contest = make()
+        ours, peer = ([call() for call in calls] for calls in contest.methods.values())
+        torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
+        assert contest.read_bytes == 4 * 128 * (20 + M)
+    rows = [*kernels.measure(config, 1e12)]
+    assert all(row["correct"] for row in rows) and len(rows) == 2 * 2
+
+
+def row_by_row(reference):
+    """A matmul on the CPU in which no row depends on another."""
+    return lambda x, *weights: torch.cat([reference(row.float(), *weights) for row in x.split(1)])
+
+
+@pytest.mark.parametrize("form,bytes_each", [
+    ("bf16", 2 * 64 * 512), ("int8", 64 * 512 + 4 * 64), ("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128),
+])  # fmt: skip
+def test_matmuls_report_their_bytes_and_rows_that_depend_on_others(
+    on_cpu, monkeypatch, form, bytes_each
+):
+    """With references in the place of our operators."""
+    pairs = {f: (row_by_row(r), r) for f, (_, r) in kernels.PRODUCTS.items()}
+    monkeypatch.setattr(kernels, "PRODUCTS", pairs)
+    rounded = row_by_row(lambda x, w, *_: (x @ w.float().T).bfloat16())
+    monkeypatch.setattr(kernels, "halves_product", lambda x, w, _: rounded(x, w))
+    monkeypatch.setattr(kernels, "LAYERS", {"wo": (64, 512)})
+    config = KernelsOptions(format=form, rows="1,7", rotate_mb=0)
+    rows = list(kernels.measure(config, 1e12))
+    methods = ["ours", "torch"] if form == "bf16" else ["ours"]
+    assert [(row["M"], row["method"]) for row in rows] == [(M, m) for M in (1, 7) for m in methods]
+    assert all(row["correct"] and row["read_bytes"] == bytes_each for row in rows)
+    printed = kernels.summary(rows)
+    assert f"| {form} wo | 7 | 1.0 us, " in printed and "wrong: none" in printed
+    if form == "bf16":
+        monkeypatch.setattr(kernels, "halves_product", lambda x, w, _: rounded(x, w) + len(x))
+        wrong = [row for row in kernels.measure(config, 1e12) if row["M"] == 7]
+        printed = kernels.summary(wrong)
+        assert "failed: bf16 wo 7 ours: AssertionError: a row's bits depend" in printed
+
+
+def test_about_thirty_tests_are_smoke():
+    import test_gpu
+
+    class Seen:
+        def pytest_collection_finish(self, session):
+            self.names = [item.name for item in session.items]
+
+    file, seen = Path(test_gpu.__file__), Seen()
+    flags = f"-c {file.parents[2] / 'pyproject.toml'} -n0 -q --collect-only -m smoke {file}".split()
+    assert pytest.main(flags, plugins=[seen]) == 0
+    assert 25 <= len(seen.names) <= 40 and seen.names == test_gpu.SMOKE
+    assert seen.names[0].startswith("test_captured_cycles"), (
+        "the longest first, or they end too late"
+    )
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+TASK = '{"id": "y", "task": "a", "turns": ["t"]}\n'
+MISTAKES = [
+    ("sped", "measure.py: there is no case sped; did you mean speed?"),
+    ("speed --heads nowhere", "--heads must be a directory, and goes with --methods all; it is"),
+    ("speed --heads EMPTY --methods all", "has no head, draft model or datastore to measure"),
+    ("speed --methods none,telepathy", "'telepathy'"),
+    ("speed --methods eagle:ring", "--methods: eagle:ring: ring is no tree"),
+    ("speed --methods eagle:static:tree_size=9", "NODES of --tree (tree_size) belongs to --tree dynamic"),
+    ("speed --options speed=9", "there is no option speed"),
+    ("speed --temperatures warm", "must be a list of numbers"),
+    ("speed --tasks riddles", "there is no riddles; name a JSONL file, or one of copy, demo, edit, gsm8k"),
+    ("speed --methods none,none", "--methods must be a list of different values"),
+    ("speed --json nowhere/log.jsonl", "--json: cannot write nowhere/log.jsonl"),
+    ("speed --report nowhere.jsonl", "the log holds no measurement"),
+    ("speed --report a.jsonl --json b.jsonl", "--report measures nothing"),
+    ("speed --quant int5", "--quant must be among none, int8, int4; 'int5' is not"),
+    ("speed --batch_sizes 1,x", "from 1 on, as 1,4; it is '1,x'"),
+    ("speed --methods none,llama.cpp:q9", "there is no llama.cpp:q9; use one of transformers"),
+    ("speed --methods transformers:lookup --batch_sizes 2", "transformers:lookup decodes one prompt at a time; use 1, or leave it out"),
+    ("speed --methods transformers --temperatures 1", "transformers decodes greedily; use 0, or leave it out"),
+    ("speed --methods llama.cpp:f16", "needs the package llama_cpp; pip install -r scripts/bench/requirements-peers.txt"),
+    ("speed --methods gpt-fast:int4 --gpt_fast nowhere", "nowhere has no model.py, quantize.py, generate.py; copy"),
+    ("fidelity --text nowhere.txt", "--text: cannot read nowhere.txt (FileNotFoundError)"),
+    ("fidelity --text EMPTY/short.txt", "short.txt has 2 tokens; give it 200 or more"),
+    ("fidelity --also GOLDEN", "has 97 tokens and checkpoints/demo has 4096; name a copy of it"),
+    ("passes --units none,all", "--units must be among none, hardware, emulation; 'all' is not"),
+    ("passes --rows 1,x", "--rows must be different whole numbers from 1 on, as 1,4; it is '1,x'"),
+    ("linear --units none,all", "--units must be among none, hardware, emulation; 'all' is not"),
+    ("linear --shapes 64x576 --kinds Q4_1,Q4_K", "--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"),
+    ("race", "name a picture with --out, or times with --json"),
+    ("race --recorded EMPTY/short.txt --out EMPTY/race.svg", "name what --json wrote"),
+    ("race --checkpoint DEMO --out EMPTY/race.svg", "checkpoints/demo has no chat template; name another"),
+    ("kernels", "no CUDA device; run it on one that has"),
+    ("plans --out nowhere", "--out nowhere is no directory; make it, or name another"),
+    *((f"speed --tasks {text}", message) for text, message in [
+        ('{"id": "x", "task": "a", "turns": ["t"]', "line 3 is not valid JSON"),
+        ('{"id": "x", "task": "a", "turns": []}', "line 3: a row must be like"),
+        ('{"task": "a", "turns": ["t"]}', "line 3: a row must be like"),
+        ('{"question_id": 1, "category": "a", "messages": [{"role": "system", "content": "t"}]}', "line 3: a row must be like"),
+        ('{"task_id": 1, "test_list": ["assert f()"]}', "line 3: a row must be like"),
+        (json.dumps({"question_id": 1, "category": "a", "turns": [UNRESOLVED]}), "has no prompt yet"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv, message", MISTAKES)
+def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, argv, message):
+    """A row of JSON stands for a file that has it in line 3."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "empty").mkdir()
+    what, *flags = argv.split()
+    if "{" in argv:
+        (tmp_path / "tasks.jsonl").write_text(f"{TASK}\n{argv.partition(' --tasks ')[2]}\n{TASK}")
+        flags = ["--tasks", str(tmp_path / "tasks.jsonl")]
+    if "short" in argv:
+        (tmp_path / "empty/short.txt").write_text("x")
+    if what in ("speed", "fidelity"):
+        flags += ["--checkpoint", "DEMO"]
+    names = {"EMPTY": str(tmp_path / "empty"), "GOLDEN": str(GOLDEN / "models/target_llama_mha")}
+    for name, value in (names | {"DEMO": DEMO}).items():
+        flags = [flag.replace(name, value) for flag in flags]
+    said = refused(capsys, command, monkeypatch, what, *flags, prints=True)
+    assert message in said.replace(f"{ROOT}/", "")
