@@ -127,16 +127,19 @@ def repeated(tokens: list[int], n: int = 8) -> float:
 # ------------------------------------------------------------------------------------------ machine
 
 
-def read_bandwidth(device: str, runs: int) -> Series:
+def read_bandwidth(device: str, runs: int, size: int = 0) -> Series:
     """Measure the bytes per second of summing up a large buffer, in a process of its own.
 
+    size: of the buffer (bytes); 0: `CEILING_BYTES`
     Raises: ValueError when that fails.
     """
+    size = size or CEILING_BYTES[device.partition(":")[0]]
+    numbers = (runs, torch.get_num_threads(), size)
     code = (
-        "import sys; from scripts.bench import measure; "
-        "print(*measure._bandwidth(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
+        "import sys; from scripts.bench import common; "
+        "print(*common._bandwidth(sys.argv[1], *map(int, sys.argv[2:])))"
     )
-    command = [sys.executable, "-c", code, device, str(runs), str(torch.get_num_threads())]
+    command = [sys.executable, "-c", code, device, *map(str, numbers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1]
@@ -144,11 +147,10 @@ def read_bandwidth(device: str, runs: int) -> Series:
     return Series.of([float(x) for x in done.stdout.split()])
 
 
-def _bandwidth(device: str, runs: int, threads: int) -> list[float]:
+def _bandwidth(device: str, runs: int, threads: int, size: int) -> list[float]:
     torch.set_num_threads(threads)
-    kind = device.partition(":")[0]
-    buffer = torch.ones(CEILING_BYTES[kind] // 4, device=device)
-    seconds_of = event_seconds if kind == "cuda" else host_seconds
+    buffer = torch.ones(size // 4, device=device)
+    seconds_of = event_seconds if device.startswith("cuda") else host_seconds
     rates = [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)]
     return rates[1:]  # the first warms up
 

@@ -36,7 +36,7 @@ from scripts.bench.cases import (
     LinearOptions,
     SpeedOptions,
 )
-from scripts.bench.common import Log, Series, in_turn, pass_bytes
+from scripts.bench.common import Log, Series, in_turn, pass_bytes, read_bandwidth
 from scripts.bench.contestants import Outcome, TokenClock
 from scripts.bench.llama_peer import LlamaCpp, decode, lookup, write_gguf
 from scripts.bench.methods import Setting, method_config, methods_of
@@ -59,6 +59,12 @@ def ceiling(monkeypatch):
     """A fixed bandwidth: measuring it takes seconds and a gigabyte."""
     for module in (bench, linear):
         monkeypatch.setattr(module, "read_bandwidth", lambda device, runs: Series.of([1e10]))
+
+
+def test_the_bandwidth_is_measured_in_a_process_of_its_own():
+    assert read_bandwidth("cpu", 2, 2**20).median > 1e6
+    with pytest.raises(ValueError, match="bandwidth of nothing cannot be measured"):
+        read_bandwidth("nothing", 1, 2**20)
 
 
 def write_lines(path: Path, rows: list[dict]) -> str:
