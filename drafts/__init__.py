@@ -14,7 +14,7 @@ ADDS = {
         "residual": "drafts.residual",
         "resting": "drafts.deferred:RestingDrafter",
         "auto": "drafts.auto_trees",
-        "stand_in": "drafts.stand_in",
+        "random model": "drafts.random_model:target_source",
         "parallel eagle": "drafts.parallel_eagle:ParallelEagleDrafter",
     },
     "operators": {"cut_shaped": "drafts.cuts:cut_shaped", **OF_BACKENDS},

@@ -1,4 +1,4 @@
-"""EAGLE heads with additions: inflate and --draft eagle+ngram."""
+"""--draft eagle+ngram: an EAGLE head whose trees take looked-up tokens, too."""
 
 from __future__ import annotations
 
@@ -8,26 +8,18 @@ from drafts.kept_texts import texts_for
 from drafts.ngram_draft import Ngram
 from drafts.presets import PresetPolicy
 from model import Transformer
-from options import load_part
 from run.draft_method import DraftMethod
 from run.heads import load_drafter
-from run.methods import spec_of
-from run.observer import Observer, PresetMethod
+from run.observer import PresetMethod
 from run.options import GenerateConfig
 from run.resolved import tree_options
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
-    """Load an EAGLE head. Raises: ValueError for options or files that do not fit."""
-    added: dict[str, Any] = {}
-    policy = Observer()
-    if config.inflate:
-        added["source"] = load_part("extension", "stand_in").head_source(config, target)
-    if spec_of(config).searches_text:
-        kept = texts_for(config, target)
-        added["graft"] = Ngram.from_config(config, kept)
-        policy = PresetPolicy(kept)
+    """Load a head with its lookups. Raises: ValueError for options or files that do not fit."""
+    kept = texts_for(config, target)
     form = (config.quant_draft, config.group_size)
-    added["children"] = config.child_rule
-    drafter = load_drafter(target, config.head, config.draft_tree, *form, **added)
-    return PresetMethod((drafter,), tree_options(drafter), policy=policy)
+    graft = Ngram.from_config(config, kept)
+    options = {"children": config.child_rule, "graft": graft}
+    drafter = load_drafter(target, config.head, config.draft_tree, *form, **options)
+    return PresetMethod((drafter,), tree_options(drafter), policy=PresetPolicy(kept))

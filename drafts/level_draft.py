@@ -73,8 +73,6 @@ def head_options(
 
     Raises: ValueError for options that a head of this kind does not have.
     """
-    fault = f"--inflate takes EAGLE heads, and {config.head} is one of {config.draft}"
-    require(not config.inflate, f"{fault}; name another --head")
     options: dict[str, Any] = {"children": config.child_rule}
     return Quantization.of(config.quant_draft, config.group_size), options
 

@@ -180,7 +180,7 @@ def check_is_model(path: Path) -> None:
 def check_same_tokens(target: Path, draft: Path, size: int) -> None:
     """Compare the vocabularies of two models.
 
-    size: vocabulary of the target, which a stand-in may have changed
+    size: vocabulary of the target, which --random may have changed
     Raises: ValueError where their tokenizers differ or, if one has none, their sizes.
     """
     remedy = "use a draft model of the target's own vocabulary"

@@ -31,7 +31,7 @@ from run.engine import Engine
 check_own = part_or("machine", "check_own", None)
 # options that change the time or the accepted tokens of a cycle
 OPTIONS = (
-    "inflate", "draft", "quant", "group_size", "quant_draft", "dtype", "device",
+    "random", "draft", "quant", "group_size", "quant_draft", "dtype", "device",
     "compile", "batch_size", "grammar", "children",
 )  # fmt: skip
 # suffixes of the files in a directory that identify the model

@@ -20,7 +20,7 @@ def keeps_blocks(config: Any, path: Path) -> bool:
     config: a `run.options.GenerateConfig`, with `dtype` as the user gave it
     Returns: True for a GGUF file or a directory in MXFP4 on one device, unless dtype is given.
     """
-    as_stored = not config.dtype and not config.inflate and _has_blocks(path)
+    as_stored = not config.dtype and not config.random and _has_blocks(path)
     if not as_stored or blocks() is None or this_rank().world_size > 1:
         return False
     return blocks().can_stay(config.device)

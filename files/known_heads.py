@@ -74,7 +74,7 @@ def published_head(config: Any) -> str:
     names = hub_model(config.checkpoint, False).names
     found = [head for name in names for head in published_heads(name)]
     found = [head for head in found if kind in ("", head.kind)]
-    if not found or config.inflate:
+    if not found or config.random:
         return ""
     head = found[0]
     listed = f"{head.name}, which files/HEADS.md lists for {head.target}"

@@ -4,8 +4,8 @@
 `model.weight_names`. Here is its loader for all that files hold. An error names every weight that
 is missing, unexpected or of the wrong shape.
 
-The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or a
-stand-in. Not here: the use of a weight (model.py), number formats (quantize.py), reading and
+The tensors come from a `TensorSource` (checkpoint.py): the files of a directory, a GGUF file, or
+random ones. Not here: the use of a weight (model.py), number formats (quantize.py), reading and
 writing files (checkpoint.py).
 """
 

@@ -14,7 +14,7 @@ from draft_tree import DynamicTree, StaticTree
 from eagle_draft import EagleDrafter, load_head
 from model import Transformer
 from options import load_part
-from quantize import FORMATS, Linear, Quantization, TensorSource, fit_group
+from quantize import FORMATS, Linear, Quantization, fit_group
 from run.draft_method import DraftMethod, method_of
 
 
@@ -53,16 +53,15 @@ def load_drafter(
     tree: DynamicTree | StaticTree,
     form: str = "none",
     group_size: int = 0,
-    source: TensorSource | None = None,
     **options: Any,
 ) -> EagleDrafter:
     """Load a head and its drafter. Raises: ValueError for a head or a tree that does not fit.
 
     form, group_size: the number format, and the inputs that share a scale
-    source: tensors that replace the head's files; options: as for `TreeDrafter`
+    options: as for `TreeDrafter`
     """
     quant = Quantization.of(form, group_size)
-    head = load_head(Path(path), target, quant, source=source, form=form)
+    head = load_head(Path(path), target, quant, form=form)
     if head.lm_head:  # it has no rows for other tokens
         lm_head = draft_lm_head(head, head.quant)
     else:

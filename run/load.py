@@ -213,8 +213,8 @@ def skips_requantization(config: GenerateConfig, path: Path) -> bool:
 def _load_target(config: GenerateConfig, path: Path) -> Transformer:
     """Load the weights, in the format that the options and the files ask for."""
     source = None
-    if config.inflate:
-        source = load_part("extension", "stand_in").target_source(config)
+    if config.random:
+        source = load_part("extension", "random model")(config)
     quant = Quantization.of(config.quant, config.group_size)
     if skips_requantization(config, path):
         quant = None
@@ -292,7 +292,7 @@ def _without_head(config: GenerateConfig, target: Transformer, path: Path) -> st
     Else it is a lookup on one CPU, where that was measured.
     """
     # most models have no such layer, and their files are not opened a second time
-    may_draft = target.config.mtp and has_drafts() and not config.inflate
+    may_draft = target.config.mtp and has_drafts() and not config.random
     if may_draft and load_part("reader", "mtp").find_mtp(path):
         return MTP
     one_cpu = config.device == "cpu" and this_rank().world_size == 1
@@ -354,7 +354,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     count = this_rank().world_size
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
-    extended = config.inflate and spec.extended
+    extended = config.random and spec.extended
     module = load_module(spec.extended if extended else spec.module)
     method = module.load_method(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:

@@ -19,7 +19,7 @@ class DraftMethodSpec(NamedTuple):
     """A way to draft: its module, and the options that it takes."""
 
     module: str
-    extended: str = ""  # the module that loads it with inflate, if another
+    extended: str = ""  # the module that loads it with --random, if another
     head: bool = False  # it reads a trained head
     # values of --tree, its default first; (): it has trees of its own
     trees: tuple[str, ...] = ("auto", "dynamic", "static", "chain")
@@ -33,7 +33,7 @@ class DraftMethodSpec(NamedTuple):
 
 OWN = {
     "none": DraftMethodSpec("run.draft_method", trees=(), scores_children=False, residual=False),
-    "eagle": DraftMethodSpec("run.heads", extended="drafts.heads", head=True),
+    "eagle": DraftMethodSpec("run.heads", extended="drafts.random_model", head=True),
 }
 
 

@@ -26,10 +26,7 @@ def only_with(draft: str) -> Need:
 
 # the draft
 HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head)
-INFLATABLE = Need(
-    "takes a Hugging Face directory, as --checkpoint checkpoints/demo; name one",
-    lambda o: o.checkpoint != type(o).checkpoint,
-)
+EXACT = Need("takes no --accept residual; drop one of them", lambda o: o.accept == "exact")
 INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
 
 # the tree

@@ -44,11 +44,11 @@ from run.methods import has_drafts, known_drafters, spec_of
 from run.option_rules import (
     CHAT,
     DRY,
+    EXACT,
     FIXED,
     GROWN,
     GROWS,
     HEAD,
-    INFLATABLE,
     INT4,
     LEVELS,
     NOT_CHAT,
@@ -125,7 +125,7 @@ parameter = partial(option, flag=False)  # of a call, and not of the command lin
 # titles of the help and their options
 GROUPS = {
     "the model": (
-        "checkpoint", "quant", "group_size", "keep_blocks", "inflate", "context", "kv", "device",
+        "checkpoint", "quant", "group_size", "keep_blocks", "random", "context", "kv", "device",
         "dtype", "threads", "compile", "plain",
     ),
     "the draft (the text is the same with any of it)": (
@@ -180,10 +180,11 @@ class GenerateConfig(Options):
         "default: Q4_0 and Q8_0, as others were not timed",
     )
     threads: int = option(0, "CPU threads; default: as many as cores", least=0, most=processors())
-    inflate: str = option(
+    random: str = option(
         "",
-        "run a stand-in: checkpoint and head as the same function in this shape, as llama2-7b",
-        needs=(INFLATABLE,),
+        "random weights in this shape, as llama2-7b or a config.json, and a head of it: for rates "
+        "alone, as the text means nothing; by default the tokenizer is that of checkpoints/demo",
+        needs=(EXACT,),
     )
     plain: bool = option(
         False,
@@ -403,6 +404,11 @@ class GenerateConfig(Options):
     dry_sequence_breakers: tuple[str, ...] = parameter(
         BREAKERS, "texts at which DRY's repeats end", needs=(DRY,)
     )
+
+    def __post_init__(self):
+        """Let the bundled demo read and write the text of random weights, by default."""
+        if self.random and self.checkpoint == DEFAULT:
+            object.__setattr__(self, "checkpoint", DEMO)
 
     @property
     def sampling(self) -> Sampling:

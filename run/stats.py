@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from files.memory import check_memory, free_bytes
@@ -79,10 +78,8 @@ def share_of_equal(expected: Any, result: Any) -> float:
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     """Return the `stats` object of `--json`. engine: `decode.Engine`."""
     report: dict[str, Any] = {}
-    shape = engine.config.inflate
-    if shape:  # a stand-in's numbers never go without its name
-        name = Path(engine.config.checkpoint).resolve().name
-        report["stand_in"] = f"a {shape}-shaped function of {name}"
+    if engine.config.random:  # its numbers never go without its name
+        report["random"] = engine.config.random
     ranks = this_rank().world_size
     if ranks > 1:
         report["ranks"] = ranks
@@ -125,8 +122,8 @@ def stats_line(stats: dict[str, Any], cut: str = "", doubt: str = "") -> str:
     if stats.get("speedup"):
         lines.append(explain(stats, 1 / stats["vanilla_tokens_per_s"]))
     name = ""
-    if "stand_in" in stats:
-        name = f"stand-in, {stats['stand_in']}: "
+    if "random" in stats:
+        name = f"random weights in the shape {stats['random']}, whose text means nothing: "
     return "\n".join(name + line for line in lines)
 
 

@@ -3,7 +3,7 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 out=${1:-gpu_results} && mkdir -p "$out"
 speed=(python3 scripts/measure.py speed --device cuda --dtype bfloat16 --checkpoint checkpoints/demo)
-speed+=(--tasks demo --limit 3 --options inflate=llama2-7b,ignore_eos --json "$out/speed.jsonl")
+speed+=(--tasks demo --limit 3 --options random=llama2-7b,ignore_eos --json "$out/speed.jsonl")
 trees=none,eagle:chain:tree_depth=5,eagle:dynamic:tree_depth=6:tree_topk=8:tree_size=32
 {
     timeout 120 python3 -m pytest -m smoke -p no:cacheprovider tests/cuda/test_gpu.py

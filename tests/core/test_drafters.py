@@ -398,7 +398,7 @@ def test_another_vocabulary_or_tokenizer(tmp_path):
     other.mkdir()
     shutil.copy(demo / "config.json", other)
     check_same_tokens(demo, other, 4096)  # there is no tokenizer to compare with
-    with pytest.raises(ValueError, match="vocab_size is 8192 in .*demo and 4096"):  # a stand-in's
+    with pytest.raises(ValueError, match="vocab_size is 8192 in .*demo and 4096"):  # of --random
         check_same_tokens(demo, other, 8192)
     shutil.copy(demo / "tokenizer.model", other)
     check_same_tokens(demo, other, 4096)

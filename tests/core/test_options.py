@@ -182,6 +182,8 @@ def test_a_server_has_no_options_of_a_single_run(capsys):
         (f"{OF_MODEL} {TARGET} --tree chain:,,9", "is none of them"),
         (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
         (f"{WITH_HEAD} --draft eagle+ngram --tree dynamic:,,5", "do not fit a tree"),
+        ("--random 7b --prompt a", "--random takes one of tiny-0.5b, llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b, or a config.json; it is 7b"),
+        (f"{OF_IDS} --random llama2-7b --temperature 1 --tree chain --accept residual", "--random takes no --accept residual; drop one of them"),
         ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
         (f"{OF_IDS} --compile --plain", "--plain is the opposite of --compile; drop one of them"),
         (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),

@@ -10,7 +10,6 @@ import tokenizers
 import torch
 import transformers
 
-from drafts.stand_in import ModelShape, inflate_target
 from family_checks import (
     FORMS,
     assert_drafts_as_vanilla,
@@ -235,12 +234,6 @@ BAD_KEYS = [
 def test_a_key_with_a_bad_value_is_one_line(capsys, tmp_path, key, value, says):
     model = random_model(**CASES["E2B"])
     assert says in refused_keys(capsys, tmp_path, model, **{key: value})
-
-
-def test_stand_ins_are_refused(tmp_path):
-    random_model(**CASES["E2B"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="models with a step Scale have no stand-ins"):
-        inflate_target(tmp_path, ModelShape.parse("llama2-7b"))
 
 
 BAD_METADATA = [

@@ -18,7 +18,6 @@ from torch import Tensor
 from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
-from drafts.stand_in import head_config
 from eagle_draft import Eagle3, EagleDrafter, load_head, read_official
 from files.config import read_config
 from files.eagle_variants import head_names
@@ -507,12 +506,6 @@ def test_two_heads_in_a_directory(tmp_path, capsys):
     # what cannot be read says nothing
     (head / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert load_head(head, target()).aux_layers == (2, 4, 5)
-
-
-def test_what_cannot_go_with_such_a_head(capsys):
-    says = "--inflate takes heads of EAGLE-1 and 2, and .* is one of EAGLE-3"
-    with pytest.raises(ValueError, match=says):
-        head_config(HEAD)
 
 
 @pytest.mark.parametrize("width, form", [(128, "int4"), (100, "none")])

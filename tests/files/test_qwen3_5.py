@@ -14,7 +14,6 @@ import tiny_models
 from backends.library import set_plain
 from drafters import Drafter, RootOnly
 from drafts.ngram_draft import Ngram, NgramDrafter
-from drafts.places import recipes_of
 from files.config import read_config
 from files.weights import load_model
 from helpers import decode, engine_for, in_turn, pairwise, slow
@@ -650,16 +649,11 @@ def test_a_recurrent_draft_model_is_refused(capsys, tmp_path):
     assert "has recurrent layers" in said and "use another draft model" in said
 
 
-def test_ranks_and_stand_ins_are_refused(tmp_path):
+def test_ranks_are_refused(tmp_path):
     random_model().save_pretrained(tmp_path)
     config = read_config(tmp_path)
     with pytest.raises(ValueError, match="a model with recurrent layers runs on one rank"):
         check_parts(config, 2, tmp_path)
-    pairs = [(step, step) for step in config.layer(0)]
-    with pytest.raises(ValueError, match="models with a step DeltaRule have no stand-ins"):
-        recipes_of(pairs)
-    with pytest.raises(ValueError, match="models with a step SplitGate have no stand-ins"):
-        recipes_of([(step, step) for step in config.layer(3)])
 
 
 def test_states_count_as_memory(tmp_path, monkeypatch):
