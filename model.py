@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from kv_cache import KVCache, Window, sliding
 from options import load_part, require
 from quantize import Linear
-from reference import TORCH, Backend, row_width
+from reference import TORCH, Backend
 from runtime import replace_fields
 from steps import (
     Add,
@@ -39,6 +39,7 @@ from steps import (
     Rows,
     Step,
     add_modules,
+    parameters_of,
     run_steps,
     to_stream_dtype,
 )
@@ -86,6 +87,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()  # one or several ids end a sequence
     dtype: str = "float32"  # torch_dtype: the dtype that the weights are stored in
 
+    names = NAMES  # of a layer's modules in files
     windows = ()  # the sliding windows of layers (tokens), besides 0, which is none
     embedding_scale = 1.0  # the factor of embeddings
     logit_cap = 0.0  # the bound of logits, which they approach as a tanh does; 0: none
@@ -96,11 +98,6 @@ class ModelConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of the layers; `Rotate.rope` counts them."""
         return (Rope(self.head_dim, self.rope_theta, self.rope_scaling),)
-
-    @property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """The names of a layer's modules in files, as `NAMES`."""
-        return NAMES
 
     def ignores(self, name: str) -> bool:
         """Return whether files hold a tensor that no layer reads."""
@@ -263,7 +260,7 @@ def layer_names(
     names = {}
     for step in steps:
         experts = step.experts if isinstance(step, Project) else 0
-        for parameter in step.parameters():
+        for parameter in parameters_of(step):
             module, _, kind = parameter.rpartition(".")
             parts = official[f"experts.{module}" if experts else module]
             if experts:
@@ -281,11 +278,6 @@ class Rope(NamedTuple):
     width: int  # of a head, E
     theta: float  # base of the wavelengths
     scaling: dict | None = None  # as `ModelConfig.rope_scaling`
-
-    @property
-    def factor(self) -> float:
-        """The factor of cosines and sines."""
-        return (self.scaling or {}).get("attention_factor", 1.0)
 
 
 def rope_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
@@ -328,7 +320,8 @@ class RotaryEmbeddings(nn.Module):
 
     def __init__(self, ropes: Sequence[Rope], device: torch.device | str = "cpu"):
         super().__init__()
-        self.factors = [rope.factor for rope in ropes]
+        # of cosines and sines
+        self.factors = [(rope.scaling or {}).get("attention_factor", 1.0) for rope in ropes]
         for i, rope in enumerate(ropes):  # [E/2] fp32
             self.register_buffer(str(i), rope_frequencies(rope, device), persistent=False)
 
@@ -351,12 +344,6 @@ class Layer(nn.Module):
         super().__init__()
         self.steps = tuple(steps)
         add_modules(self, steps)
-
-    def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a slot's keys and values. dtype: of the cache"""
-        rotations = [step for step in self.steps if isinstance(step, Rotate)]
-        numbers = sum(2 * step.kv_heads * row_width(step.head_dim, dtype) for step in rotations)
-        return numbers * dtype.itemsize
 
     def forward(self, rows: Rows) -> Rows:
         """Run the layer. Writes: the cache, `rows.kv`, at the slots of the windows."""

@@ -7,8 +7,8 @@
    step is a record: it names its weights and holds sizes, and no tensor.
 2. A step reads a register of `Rows` and writes another. Most read and write `h`, the result of the
    step before; `stream` is the residual stream.
-3. `run` is the reference, and what runs where nothing faster does. `for_cpp` describes the step to
-   a backend that runs whole lists; without it PyTorch runs the model.
+3. `run` is the reference, and what runs where nothing faster does. A backend may run whole lists
+   (backends/cpp/steps.py describes them to C++).
 
 Here are the steps of LLaMA, Mixtral and EAGLE. Those of other families are in models/steps.py.
 """
@@ -55,28 +55,9 @@ class Rows(NamedTuple):
         return replace_fields(self, named=self.named | {register: value})
 
 
-class CppStep(NamedTuple):
-    """A step as a backend takes it that runs whole lists; what is left out is 0 or None there."""
-
-    op: str
-    source: str = "h"  # a register by its name
-    to: str = "h"
-    weights: tuple[Tensor | None, ...] = ()  # at most 3
-    counts: tuple[int, ...] = ()  # at most 4, with `second`
-    numbers: tuple[float, ...] = ()  # at most 2
-    second: str = ""  # another register that is read
-
-
-def embedding_operands(embedding: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return an embedding's weight, [V, F], or its packed blocks; the blocks' table, or None."""
-    table = getattr(embedding, "table", None)
-    return embedding.weight.detach() if table is None else embedding.data, table
-
-
 class Step:
     """One operation of a layer. Subclasses are frozen dataclasses: equal lists are equal."""
 
-    op = ""  # its name for a backend that runs whole lists; "": PyTorch runs it
     source = "h"
     to = "h"
     norms_heads = False  # it norms queries and keys, as a rotation may (`reference.HeadNorms`)
@@ -85,10 +66,6 @@ class Step:
         """Make the modules that hold the step's weights, by their names in the layer."""
         return {}
 
-    def parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters in `modules`."""
-        return _parameters_of(self)
-
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         """Run the step with PyTorch. Writes: at most the cache.
 
@@ -96,16 +73,13 @@ class Step:
         """
         raise NotImplementedError
 
-    def for_cpp(self, layer: nn.Module) -> CppStep | None:
-        """Describe the step to C++; None where PyTorch has to run it."""
-        return CppStep(self.op, self.source, self.to) if self.op else None
-
 
 @cache  # the layers of a model have equal steps
-def _parameters_of(step: Step) -> tuple[str, ...]:
+def parameters_of(step: Step) -> tuple[str, ...]:
+    """Return the names of the parameters in a step's modules."""
     with torch.device("meta"):
-        modules = step.modules().items()
-    return tuple(f"{name}.{kind}" for name, held in modules for kind, _ in held.named_parameters())
+        modules = nn.ModuleDict(step.modules())
+    return tuple(name for name, _ in modules.named_parameters())
 
 
 def add_modules(owner: nn.Module, steps: Iterable[Step]) -> None:
@@ -169,10 +143,6 @@ class Norm(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put(self.to, getattr(layer, self.name)(rows.get(self.source)))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        gain = getattr(layer, self.name).gain
-        return CppStep("norm", self.source, self.to, (gain,), numbers=(self.eps,))
-
 
 # ------------------------------------------------------------------------ projections and attention
 
@@ -199,13 +169,6 @@ class Project(Step):
         y = linear_layer(x, rows.get("routing")) if self.experts else linear_layer(x)
         return rows.put(self.to, y)
 
-    def for_cpp(self, layer: nn.Module) -> CppStep | None:
-        linear_layer = getattr(layer, self.name)
-        if not linear_layer.in_cpp:
-            return None
-        counts = (self.outputs, self.experts)
-        return CppStep("project", self.source, self.to, linear_layer.operands(), counts)
-
 
 @dataclass(frozen=True)
 class Rotate(Step):
@@ -231,12 +194,6 @@ class Rotate(Step):
         v = qkv[:, :, -self.kv_heads :]
         return replace_fields(rows, h=q, kv=(k.transpose(1, 2), v.transpose(1, 2)))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep | None:
-        if self.head_dim % 16:
-            return None
-        counts = (self.heads, self.kv_heads, self.head_dim, self.rope)
-        return CppStep("rotate", counts=counts)
-
 
 @dataclass(frozen=True)
 class Attend(Step):
@@ -251,9 +208,6 @@ class Attend(Step):
         seen = (window.start, window.mask)
         return rows.put("h", layer.backend.attention(rows.h, *rows.kv, *seen, paths=window.paths))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("attend")
-
 
 @dataclass(frozen=True)
 class Add(Step):
@@ -262,9 +216,6 @@ class Add(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("stream", (rows.stream + rows.h).to(rows.stream.dtype))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("add", to="stream", second="stream")
-
 
 # ------------------------------------------------------------------------------------- feed-forward
 
@@ -272,8 +223,6 @@ class Add(Step):
 @dataclass(frozen=True)
 class Gate(Step):
     """Multiply the SiLU of the first half of every row of `h` by the second half."""
-
-    op = "silu"
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", layer.backend.swiglu(rows.h))
@@ -324,17 +273,10 @@ class Route(Step):
         routing = layer.backend.route(expert.flatten(), self.experts)
         return rows.put("h", repeated).put("routing", routing).put("share", share)
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        weights = (getattr(layer, self.name).weight,)
-        # the chosen experts' shares add up to 1, and scores are as they are
-        return CppStep("route", self.source, "h", weights, (self.chosen, 1), (1.0,))
-
 
 @dataclass(frozen=True)
 class Merge(Step):
     """Add up the experts of each token by their `share`: [P, F] -> [B, T, F]."""
-
-    op = "merge"
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         share = rows.get("share")
@@ -352,7 +294,6 @@ class Copy(Step):
 
     source: str
     to: str
-    op = "copy"
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put(self.to, rows.get(self.source))
@@ -367,9 +308,6 @@ class Columns(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", to_stream_dtype(rows.get("features")[..., self.first :]))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("columns", "features", counts=(self.first,))
-
 
 @dataclass(frozen=True)
 class Beside(Step):
@@ -380,6 +318,3 @@ class Beside(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", torch.cat((rows.get(self.left), rows.get(self.right)), -1))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("beside", self.left, second=self.right)

@@ -13,8 +13,7 @@ from torch import nn
 
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig
 from files.heads import MASK, make_head
-from runtime import replace_fields
-from steps import Columns, Copy, CppStep, Norm, Project, Rows, Step
+from steps import Columns, Copy, Norm, Project, Rows, Step
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,6 @@ class PartNorm(Norm):
         parts = list(rows.h.chunk(self.parts, -1))
         parts[self.part] = getattr(layer, self.name)(parts[self.part])
         return rows.put("h", torch.cat(parts, -1))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        described = super().for_cpp(layer)
-        return replace_fields(described, op="part_norm", counts=(self.part, self.parts))
 
 
 class VariantHead(Eagle3Head):

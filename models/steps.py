@@ -1,8 +1,8 @@
 """The steps of architectures beside LLaMA and Mixtral (steps.py has those).
 
 Norms that count from one and norms of heads, gates of attention, windows and sinks, recurrences,
-routers of other kinds, and inputs of every layer. A class here with its case in layers.cpp is all
-that a new kind of arithmetic needs.
+routers of other kinds, and inputs of every layer. A class here, described in backends/cpp/steps.py,
+with its case in layers.cpp is all that a new kind of arithmetic needs.
 
 Registers beside those of `Rows`, by the steps that write them: `gate` [B, T, H E] of an attention's
 output or [B, T, 1] of an expert's, `shared` [B, T, F] a result that waits, `per_layer` [B, T, L P]
@@ -22,7 +22,6 @@ from models.recurrent import DeltaWeights
 from models.states import TAPS, LayerState, StateShape
 from steps import (
     Attend,
-    CppStep,
     Norm,
     RMSNorm,
     Rotate,
@@ -30,7 +29,6 @@ from steps import (
     Router,
     Rows,
     Step,
-    embedding_operands,
     to_stream_dtype,
 )
 
@@ -100,14 +98,6 @@ class HeadNorm(Step):
         heads = torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2)
         return rows.put("h", heads.flatten(2))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        of_q = layer.q_norm.gain
-        gains = [of_q, layer.k_norm.gain if self.kv_heads else of_q]
-        if self.values:
-            gains.append(torch.ones_like(of_q))
-        counts = (self.heads, self.kv_heads, self.head_dim)
-        return CppStep("head_norm", weights=tuple(gains), counts=counts, numbers=(self.eps,))
-
 
 # ---------------------------------------------------------------------------------------- attention
 
@@ -123,9 +113,6 @@ class KeysAsValues(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         keys = rows.h[..., self.heads * self.head_dim :]
         return rows.put("h", torch.cat((rows.h, keys), -1))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("keys_as_values", counts=(self.heads * self.head_dim,))
 
 
 @dataclass(frozen=True)
@@ -148,10 +135,6 @@ class SplitPairs(Step):
         qk = torch.cat((halves, rest), -1)
         return rows.put("h", torch.cat((qk, v), 2).flatten(2))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        counts = (self.heads, self.kv_heads, self.head_dim, self.turned)
-        return CppStep("split_pairs", counts=counts)
-
 
 @dataclass(frozen=True)
 class SplitGate(Step):
@@ -167,15 +150,10 @@ class SplitGate(Step):
         h = torch.cat((q.flatten(-2), kv), -1)  # [B, T, (H + 2 Hkv) E]
         return rows.put("h", h).put("gate", gate.flatten(-2))
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("split_gate", counts=(self.heads, self.head_dim))
-
 
 @dataclass(frozen=True)
 class GateOutput(Step):
     """Multiply `h` by the sigmoid of `gate`: element by element, or each row by one number."""
-
-    op = "gate_output"
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", (rows.h * rows.get("gate").float().sigmoid()).to(rows.h.dtype))
@@ -260,10 +238,6 @@ class WindowAttend(Attend):
         mask = torch.cat((mask.expand(len(sinks), T, T), of_rows), -1)
         return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), mask[None]
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        weights = (layer.sinks.weight,) if self.sinks else ()
-        return CppStep("attend", weights=weights, counts=(self.window,), numbers=(self.scale,))
-
 
 # -------------------------------------------------------------------------------------- recurrences
 
@@ -322,11 +296,6 @@ class DeltaRule(Step):
         y = layer.backend.delta_rule(rows.h, *state_of(rows, self.shape), self.weights(layer))
         return rows.put("h", y)
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        conv, gates, gain, eps, tiled = self.weights(layer)
-        weights = (conv.float().T.contiguous(), gates, gain.float())
-        return CppStep("delta_rule", weights=weights, counts=(int(tiled),), numbers=(eps,))
-
 
 @dataclass(frozen=True)
 class ShortConv(Step):
@@ -348,9 +317,6 @@ class ShortConv(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         state = state_of(rows, self.shape)
         return rows.put("h", layer.backend.short_conv(rows.h, *state, self.weight(layer)))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("short_conv", weights=(self.weight(layer).float().T.contiguous(),))
 
 
 def state_of(rows: Rows, shape: StateShape) -> tuple[LayerState, tuple[Tensor | None, ...]]:
@@ -388,16 +354,10 @@ class Scale(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("stream", rows.stream * getattr(layer, self.name).weight)
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        factor = getattr(layer, self.name).weight
-        return CppStep("scale", "stream", "stream", (factor.float(),))
-
 
 @dataclass(frozen=True)
 class GeluGate(Step):
     """Multiply the GELU of the first half of every row of `h` by the second half."""
-
-    op = "gelu_tanh"
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", layer.backend.geglu(rows.h))
@@ -412,9 +372,6 @@ class ClampedGate(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", layer.backend.clamped_swiglu(rows.h, self.alpha, self.limit))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("clamped_swiglu", numbers=(self.alpha, self.limit))
 
 
 class ScoredRouter(Router):
@@ -457,12 +414,6 @@ class ScoredRoute(Route):
     def modules(self) -> dict[str, nn.Module]:
         return {self.name: ScoredRouter(self)}
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        router = getattr(layer, self.name)
-        weights = (router.weight, router.bias, router.expert_scale)
-        counts = (self.chosen, int(self.norm_topk))
-        return CppStep("route", self.source, "h", weights, counts, (self.score_scale,))
-
 
 class SigmoidRouter(Router):
     """The ranking of experts by a score of each alone. Source: DeepSeek-V3 (arXiv 2412.19437), 2.1.
@@ -502,13 +453,6 @@ class SigmoidRoute(Route):
     def modules(self) -> dict[str, nn.Module]:
         return {self.name: SigmoidRouter(self)}
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        router = getattr(layer, self.name)
-        weights = (router.weight, router.e_score_correction_bias.float())
-        counts = (self.chosen, int(self.norm_topk), 1)
-        numbers = (self.share_scale, self.share_eps)
-        return CppStep("route", self.source, "h", weights, counts, numbers)
-
 
 @dataclass(frozen=True)
 class AddShared(Step):
@@ -516,9 +460,6 @@ class AddShared(Step):
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         return rows.put("h", rows.h + rows.get("shared"))
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("add", second="shared")
 
 
 # ----------------------------------------------------------------------------- inputs of all layers
@@ -543,10 +484,6 @@ class LookUp(Step):
         x = to_stream_dtype(getattr(layer, self.name)(rows.get("tokens")))
         return rows.put(self.to, x * self.scale)
 
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        operands = embedding_operands(getattr(layer, self.name))
-        return CppStep("look_up", to=self.to, weights=operands, numbers=(self.scale,))
-
 
 @dataclass(frozen=True)
 class GatePerLayer(Step):
@@ -561,6 +498,3 @@ class GatePerLayer(Step):
         own, rest = rows.get("per_layer").tensor_split((self.width,), -1)
         h = layer.backend.geglu(torch.cat((rows.h, own), -1))
         return rows.put("h", h).put("per_layer", rest)
-
-    def for_cpp(self, layer: nn.Module) -> CppStep:
-        return CppStep("gate_per_layer", counts=(self.width,))

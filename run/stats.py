@@ -12,7 +12,9 @@ from typing import Any
 
 from files.memory import check_memory, free_bytes
 from files.rank import this_rank
+from reference import row_width
 from run.methods import known_drafters
+from steps import Rotate
 
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
 LEAST_VERIFY = 0.95  # vanilla passes; a pass over more rows costs no less, but for noise
@@ -321,4 +323,5 @@ def sequence_memory(engine: Any) -> str:
 
 def slot_bytes(layers: Any, dtype: Any) -> int:
     """Return the bytes of a slot's keys and values, over all layers. dtype: of the cache"""
-    return sum(layer.slot_bytes(dtype) for layer in layers)
+    steps = [step for layer in layers for step in layer.steps if isinstance(step, Rotate)]
+    return dtype.itemsize * sum(2 * s.kv_heads * row_width(s.head_dim, dtype) for s in steps)

@@ -44,7 +44,7 @@ from run.draft_method import DraftMethod
 from run.heads import rows_of
 from run.ranks import collective_errors, refuse_torchrun
 from sampling import SamplingTensors
-from steps import Merge, Project, Rows, Step
+from steps import Merge, Project, Rows, Step, parameters_of
 
 # ------------------------------------------------------------------------------------------- shares
 
@@ -139,7 +139,7 @@ def split_dims(config: ModelConfig) -> dict[str, int]:
         if isinstance(step, Project):
             names = config.names[f"experts.{step.name}" if step.experts else step.name]
             dims |= {name.rpartition(".")[2]: int(step.row_parallel) for name in names}
-        elif "sinks.weight" in step.parameters():
+        elif "sinks.weight" in parameters_of(step):
             dims |= {name.rpartition(".")[2]: 0 for name in config.names["sinks"]}
     return dims
 

@@ -59,9 +59,7 @@ def expand_frontier(
     above = (None, None, None)
     if front:
         above = front.for_cpp()
-    tokens, values, parents, *chosen = _ops.expand_frontier.default(
-        *scores.for_cpp(), *above, *level.for_cpp()
-    )
+    tokens, values, parents, *chosen = _ops.expand_frontier.default(*scores, *above, *level)
     return Candidates(tokens, values, parents), Frontier(*chosen)
 
 

@@ -518,7 +518,7 @@ constexpr std::pair<const char*, Op> OPS[] = {
 // In the order of REGISTERS in layers.py.
 enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, PER_LAYER, REGISTERS };
 
-struct Step {  // operands: what `for_cpp` in steps.py says of each kind
+struct Step {  // operands: what steps.py beside this says of each kind
   Op op;
   Register source, to;
   int64_t layer;  // -1: before the first

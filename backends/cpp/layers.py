@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steps import CppStep, embedding_operands
+from backends.cpp.steps import CppStep, describe, embedding_operands
 
 # the names of registers, numbered as in C++
 REGISTERS = ("stream", "h", "embedded", "features", "normed", "gate", "shared", "per_layer")
@@ -27,7 +27,7 @@ Placed = tuple[Sequence[Any], nn.Module, int]
 
 def fits(parts: Sequence[Placed]) -> bool:
     """Return whether C++ runs all of these steps, over registers that it has."""
-    described = [step.for_cpp(owner) for steps, owner, _ in parts for step in steps]
+    described = [describe(step, owner) for steps, owner, _ in parts for step in steps]
     return all(step and {step.source, step.to} <= {*REGISTERS} for step in described)
 
 
@@ -66,7 +66,7 @@ class Program:
 def _described(parts: Sequence[Placed]) -> Iterator[tuple[int, CppStep]]:
     for steps, owner, number in parts:
         for step in steps:
-            yield number, step.for_cpp(owner)
+            yield number, describe(step, owner)
 
 
 def steps_of(model: nn.Module) -> list[Placed]:
