@@ -260,44 +260,39 @@ class Cycle:
         noise: Tensor | None,
         features: Tensor,
     ) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-        """Accept a path, compact. Writes: the cache, state.tokens; the state, if in place."""
-        extra = None
-        if self.accept_rule:
-            accepted = self.accept_rule(tree, self.target.logits(features), noise, state, self)
-        else:
-            text = DecodedTokens(state.tokens, state.pos)
-            nodes = (state.draws, text, tree)
-            rule = state.sampling.needed(self.mode, self.shaping, nodes)
-            inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
-            tokens, extra = self.pick_tokens(*inputs)
-            accepted = self.backend.accept(tree, tokens, self.drafter.depth)
+        """Accept a path, compact, cut at the end of sequence and at the limit, move the root.
+
+        Writes: the cache, state.tokens; the state, if in place.
+        """
+        accepted, extra = self.accept_path(state, tree, noise, features)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves, self.backend)
-        new, update, report = advance(state, tree, accepted, features, self)
-        update = replace_fields(update, tree=tree, path=accepted.path, extra=extra)
+        old = (state.tokens, state.pos, state.draws, state.done, state.limit)
+        decided = (accepted.path, accepted.length, accepted.emitted)
+        moved = self.backend.advance(*old, tree.tokens, *decided, self.ends, features, REPORT)
+        pos, draws, done, count, tokens, path_features, report = moved
+        text = DecodedTokens(state.tokens, pos)
+        update = DrafterUpdate(tokens, path_features, count, text, tree, accepted.path, extra=extra)
+        new = replace_fields(state, pos=pos, draws=draws, done=done)
         return self.write_back(state, new), update, report
+
+    def accept_path(
+        self, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor
+    ) -> tuple[Accepted, Any]:
+        """Accept a path. Returns: it, and the second result of `pick_tokens`."""
+        if self.accept_rule:
+            scores = self.target.logits(features)
+            return self.accept_rule(tree, scores, noise, state, self), None
+        nodes = (state.draws, DecodedTokens(state.tokens, state.pos), tree)
+        rule = state.sampling.needed(self.mode, self.shaping, nodes)
+        inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
+        tokens, extra = self.pick_tokens(*inputs)
+        return self.backend.accept(tree, tokens, self.drafter.depth), extra
 
     def extend(self, state: DecodeState, update: DrafterUpdate) -> DecodeState:
         """Hand the confirmed tokens to the drafter. Writes: its cache; the state, if in place."""
         drafter_state = self.drafter.extend(state.drafter_state, update)
         return self.write_back(state, replace_fields(state, drafter_state=drafter_state))
-
-
-def advance(
-    state: DecodeState, tree: DraftTree, accepted: Accepted, features: Tensor, cycle: Cycle
-) -> tuple[DecodeState, DrafterUpdate, Tensor]:
-    """Cut at the end of sequence and at the limit, write the tokens, move the root.
-
-    Writes: state.tokens. Returns: the state, the update without its tree, the packed report.
-    """
-    old = (state.tokens, state.pos, state.draws, state.done, state.limit)
-    decided = (accepted.path, accepted.length, accepted.emitted)
-    pos, draws, done, count, tokens, path_features, report = cycle.backend.advance(
-        *old, tree.tokens, *decided, cycle.ends, features, REPORT
-    )
-    text = DecodedTokens(state.tokens, pos)
-    new = replace_fields(state, pos=pos, draws=draws, done=done)
-    return new, DrafterUpdate(tokens, path_features, count, text), report
 
 
 # ------------------------------------------------------------------------------------------ prefill

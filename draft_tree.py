@@ -17,7 +17,7 @@ imported, so that options are checked before it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,7 +63,7 @@ class DrafterUpdate(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The plan of one level of a tree, which its shape makes once (draft_tree.py)."""
+    """The plan of one level of a tree (`drafters.planned`)."""
 
     k: int  # children per node of the frontier
     count: int  # R', the level's candidates that have children themselves; 0 on the last level
@@ -72,10 +72,6 @@ class Level(NamedTuple):
     slots: int = 0  # W, scratch slots of the whole tree
     # [1, R'] int64, into the level's candidates; None: the best ones
     fixed_children: Tensor | None = None
-
-    def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `expand_frontier` in C++: all fields, in order."""
-        return tuple(self)
 
 
 class Children(NamedTuple):
@@ -98,10 +94,6 @@ class Scores(NamedTuple):
     noise: Tensor | None = None  # [B, D+1, all tokens] fp32 Gumbel noise, G
     level: int = 0  # row of the noise
     temperature: Tensor | None = None  # [B] fp32, T
-
-    def for_cpp(self) -> tuple[Any, ...]:
-        """Return the operands of `expand_frontier` in C++: all fields, in order."""
-        return tuple(self)
 
     def with_noise(self) -> Tensor:
         """Return z, or z + T G: [B, R, V]."""
@@ -183,52 +175,12 @@ def candidates(depth: int, topk: int) -> int:
     return topk + (depth - 1) * topk**2
 
 
-def check_candidates(depth: int, topk: int, size: int) -> None:
-    """Check that a dynamic tree has enough candidates. Raises: ValueError."""
-    count = candidates(depth, topk)
-    if size - 1 > count:
-        raise ValueError(
-            f"a tree of {size} nodes needs {size - 1} candidates; "
-            f"depth {depth} and top-k {topk} give {count} (K + (D-1) K^2); "
-            "lower NODES of --tree or raise its CHILDREN"
-        )
-
-
-def chain_paths(depth: int) -> tuple[tuple[int, ...], ...]:
-    """Return the rank paths of a chain of `depth` drafted tokens."""
-    return tuple((0,) * d for d in range(1, depth + 1))
-
-
 # EAGLE-1's tree for 7B models (`mc_sim_7b_63`): 25 drafted nodes, widths 4, 8, 8, 3, 2.
 # Source: arXiv 2401.15077.
 MC_SIM_7B = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 )
 EAGLE1_PATHS = tuple(tuple(map(int, path)) for path in MC_SIM_7B.split())
-
-
-def plan_levels(
-    children: Sequence[int],
-    widths: Sequence[int],
-    fixed_children: Sequence[Any] = (),
-) -> tuple[Level, ...]:
-    """Plan the levels of a tree.
-
-    children: of a node of each level, the root's first
-    widths: nodes with children of each level below the root; the last level has none
-    fixed_children: per level, [1, R'] int64, into its candidates; empty: the best ones
-    """
-    plan = []
-    first_candidate = 0  # flat index of a level's first candidate
-    first_slot = 0  # scratch slot of a level's first node that has children
-    parents = 1
-    for level, (k, count) in enumerate(zip(children, (*widths, 0))):
-        fixed = fixed_children[level] if level < len(fixed_children) else None
-        plan.append(Level(k, count, first_candidate, first_slot, sum(widths), fixed))
-        first_candidate += parents * k
-        first_slot += count
-        parents = count
-    return tuple(plan)
 
 
 @dataclass(frozen=True)
@@ -241,7 +193,14 @@ class DynamicTree:
     plan: tuple[Level, ...] = field(default=(), compare=False, repr=False)  # by `planned`
 
     def __post_init__(self):
-        check_candidates(self.depth, self.topk, self.size)
+        """Check that there are enough candidates. Raises: ValueError."""
+        count = candidates(self.depth, self.topk)
+        if self.size - 1 > count:
+            raise ValueError(
+                f"a tree of {self.size} nodes needs {self.size - 1} candidates; "
+                f"depth {self.depth} and top-k {self.topk} give {count} (K + (D-1) K^2); "
+                "lower NODES of --tree or raise its CHILDREN"
+            )
 
     @property
     def width(self) -> int:
@@ -280,7 +239,7 @@ class StaticTree:
     @staticmethod
     def chain(depth: int) -> StaticTree:
         """Return a chain of `depth` drafted tokens."""
-        return StaticTree(chain_paths(depth))
+        return StaticTree(tuple((0,) * level for level in range(1, depth + 1)))
 
     def __post_init__(self):
         """Set `depth`, `size`, `levels` and `inner`. The root's path () is included.

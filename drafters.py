@@ -30,9 +30,9 @@ from draft_tree import (
     DraftTree,
     DynamicTree,
     Frontier,
+    Level,
     Scores,
     StaticTree,
-    plan_levels,
 )
 from kv_cache import KVCache, Window
 from model import Transformer
@@ -129,20 +129,27 @@ class DraftVocab(NamedTuple):
 
 def planned(tree: DynamicTree | StaticTree, device: torch.device | str) -> DynamicTree | StaticTree:
     """Return a shape with its plan, and with its tensors on a device."""
-    if isinstance(tree, DynamicTree):
-        return replace(tree, plan=plan_levels([tree.topk] * tree.depth, tree.widths))
-    fixed_children = []
-    for level in tree.inner[1:]:
-        places = [tree.place(path) for path in level]
-        fixed_children.append(torch.tensor([places], device=device))
-    nodes = []
+    is_static = isinstance(tree, StaticTree)
+    plan = []
     first_candidate = 0  # of a level's candidates among those of all levels
-    for depth, level in enumerate(tree.levels[1:]):
-        nodes += [first_candidate + tree.place(path) for path in level]
-        first_candidate += len(tree.inner[depth]) * tree.ranks(depth)
-    children = [tree.ranks(level) for level in range(tree.depth)]
-    plan = plan_levels(children, tree.widths, fixed_children)
-    return replace(tree, plan=plan, nodes=torch.tensor([nodes], device=device))
+    first_slot = 0  # scratch slot of a level's first node that has children
+    parents = 1
+    for number, count in zip(range(tree.depth), (*tree.widths, 0)):
+        fixed = None
+        if is_static and count:
+            places = [tree.place(path) for path in tree.inner[number + 1]]
+            fixed = torch.tensor([places], device=device)
+        k = tree.ranks(number) if is_static else tree.topk
+        plan.append(Level(k, count, first_candidate, first_slot, sum(tree.widths), fixed))
+        first_candidate += parents * k
+        first_slot += count
+        parents = count
+    if not is_static:
+        return replace(tree, plan=tuple(plan))
+    nodes = []
+    for level, paths in zip(plan, tree.levels[1:]):
+        nodes += [level.first_candidate + tree.place(path) for path in paths]
+    return replace(tree, plan=tuple(plan), nodes=torch.tensor([nodes], device=device))
 
 
 class TreeDrafter(Drafter):
@@ -225,16 +232,12 @@ class TreeDrafter(Drafter):
         """
         raise NotImplementedError
 
-    def logits(self, out: Tensor) -> Tensor:
-        """Score the token after each output: [B, R, F] -> [B, R, Vd] fp32, Vd tokens of `vocab`."""
-        raise NotImplementedError
+    def logits(self, out: Tensor, level: int) -> Tensor:
+        """Score the token after each output: [B, R, F] -> [B, R, Vd] fp32, Vd tokens of `vocab`.
 
-    def logits_of(self, out: Tensor, level: int) -> Tensor:
-        """Score the children of a level's nodes, as `logits`. Level 0 is the root's.
-
-        Scores that all nodes of a level share may be returned once: [B, 1, Vd].
+        level: of the children, from 0; scores that all nodes share may be returned once: [B, 1, Vd]
         """
-        return self.logits(out)
+        raise NotImplementedError
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Grow a tree: score the frontier's children, pick the next frontier, run it.
@@ -273,7 +276,7 @@ class TreeDrafter(Drafter):
 
     def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores | Children:
         """Score the children of every output [B, R, F]. Level 0 is the root's."""
-        z = self.logits_of(out, level)  # [B, R, Vd]
+        z = self.logits(out, level)  # [B, R, Vd]
         if inputs.guide is not None:
             z = inputs.guide.mask(z, self.vocab)
         if self.children != "noise" or inputs.sampling is None:

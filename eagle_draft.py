@@ -327,7 +327,7 @@ class EagleDrafter(TreeDrafter):
     ) -> Tensor:
         return self.head.program.step(frontier, out, positions, state.cache, window)
 
-    def logits(self, out: Tensor) -> Tensor:
+    def logits(self, out: Tensor, level: int) -> Tensor:
         return self.lm_head(self.head.output_norm(out))
 
 

@@ -23,7 +23,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sentencepiece import SentencePieceProcessor
@@ -151,27 +151,6 @@ def load_engine(options: Options) -> Engine:
 # ---------------------------------------------------------------------- decoding
 
 
-class Answer(NamedTuple):
-    """The tokens that follow a prompt, and how they were decoded."""
-
-    tokens: list[int]
-    cycles: int
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """The measured part of `--json`. The first token, which prefill decides, is no cycle's."""
-        later = len(self.tokens) - 1
-        return {
-            "tau": later / max(self.cycles, 1),
-            "cycles": self.cycles,
-            "tokens_per_s": later / self.decode_s if self.decode_s else 0.0,
-            "prefill_s": self.prefill_s,
-            "decode_s": self.decode_s,
-        }
-
-
 class CountingLoop(Loop):
     """A loop that counts its cycles."""
 
@@ -181,8 +160,11 @@ class CountingLoop(Loop):
         self.cycles += len(result.live)
 
 
-def decode(engine: Engine, prompt: list[int]) -> Answer:
-    """Decode what follows a prompt. Raises: ValueError for a prompt that does not fit."""
+def decode(engine: Engine, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """Decode what follows a prompt. Raises: ValueError for a prompt that does not fit.
+
+    Returns: the tokens; the measured part of `--json`.
+    """
     vocab = engine.target.config.vocab_size
     require(len(prompt) > 0, "the prompt is empty; give it a token")
     require(all(0 <= i < vocab for i in prompt), f"token ids must be below {vocab}; correct them")
@@ -198,7 +180,15 @@ def decode(engine: Engine, prompt: list[int]) -> Answer:
         loop.step()
     ended = time.perf_counter()
     loop.close()
-    return Answer(loop.history[0][len(prompt) :], loop.cycles, read - began, ended - read)
+    tokens = loop.history[0][len(prompt) :]
+    later = len(tokens) - 1  # prefill decides the first one
+    return tokens, {
+        "tau": later / max(loop.cycles, 1),
+        "cycles": loop.cycles,
+        "tokens_per_s": later / max(ended - read, 1e-9),
+        "prefill_s": read - began,
+        "decode_s": ended - read,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -222,28 +212,25 @@ def run(options: Options) -> None:
         tokenizer = part_or("reader", "tokenizer", Tokenizer)(path)
         prompt = tokenizer.encode(text)
     engine = load_engine(options)
-    answer = decode(engine, prompt)
-    stats = answer.stats
-    line = (
-        f"{len(answer.tokens)} tokens, {stats['tokens_per_s']:.1f} tokens/s; tau {stats['tau']:.2f}"
-    )
+    tokens, stats = decode(engine, prompt)
+    line = f"{len(tokens)} tokens, {stats['tokens_per_s']:.1f} tokens/s; tau {stats['tau']:.2f}"
     if options.compare:
-        vanilla = decode(build_cycles(replace(engine, presets=(RootOnly(),))), prompt)
-        speedup = stats["tokens_per_s"] / max(vanilla.stats["tokens_per_s"], 1e-9)
-        stats |= {"speedup": speedup, "identical": vanilla.tokens == answer.tokens}
+        vanilla, measured = decode(build_cycles(replace(engine, presets=(RootOnly(),))), prompt)
+        speedup = stats["tokens_per_s"] / max(measured["tokens_per_s"], 1e-9)
+        stats |= {"speedup": speedup, "identical": vanilla == tokens}
         same = "the same" if stats["identical"] else "OTHER"
         line += f"; {speedup:.2f}x of vanilla, {same} tokens"
-    text = str(answer.tokens)
+    text = str(tokens)
     if tokenizer:  # pieces of a text depend on those before them
-        text = tokenizer.decode([*prompt, *answer.tokens])[len(tokenizer.decode(prompt)) :]
+        text = tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
     if options.json != "-":
         print(text)
     print(line, file=sys.stderr)
     if options.json:
-        ended = answer.tokens[-1] in engine.eos_ids and not options.ignore_eos
-        short = len(answer.tokens) < options.max_new_tokens
+        ended = tokens[-1] in engine.eos_ids and not options.ignore_eos
+        short = len(tokens) < options.max_new_tokens
         document = {
-            "tokens": [answer.tokens],
+            "tokens": [tokens],
             "text": [text],
             "finish_reason": ["stop" if ended else "context" if short else "length"],
             "prompt_tokens": [len(prompt)],

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_tree import MAX_NODES
 from reference import TORCH, Backend, row_width
-
-MOST_NODES = 64  # of a tree, where the cache's owner knows no better
 
 
 class KVCache(NamedTuple):
@@ -40,7 +39,7 @@ class KVCache(NamedTuple):
         slots: int,
         dtype: torch.dtype,
         device: str,
-        nodes: int = MOST_NODES,
+        nodes: int = MAX_NODES,
     ) -> KVCache:
         """Allocate zeroed buffers of `slots` slots for each of `batch` sequences.
 
@@ -58,7 +57,7 @@ class KVCache(NamedTuple):
             shapes.append(torch.Size((batch, heads, own, row_width(width, dtype))))
         k = tuple(zeros(shape, dtype=dtype) for shape in shapes)
         v = tuple(zeros(shape, dtype=dtype) for shape in shapes)
-        in_order = [x.data_ptr() for alike in by_shape(with_slots(k, v)) for x in alike]
+        in_order = [x.data_ptr() for alike in by_shape(k, v) for x in alike]
         addresses = torch.tensor(in_order, device=device)
         states = config.state_shapes and config.state_shapes.empty(batch, nodes, device)
         return KVCache(k, v, addresses, sources, states)
@@ -93,7 +92,7 @@ class KVCache(NamedTuple):
         Writes: slots start .. start+D of every buffer.
         """
         first = 0
-        groups = by_shape(with_slots(self.k, self.v))
+        groups = by_shape(self.k, self.v)
         for alike in groups:
             last = first + len(alike)
             addresses = self.addresses if len(groups) == 1 else self.addresses[first:last]
@@ -103,15 +102,13 @@ class KVCache(NamedTuple):
             self.states.compact(start, path)
 
 
-def with_slots(k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
-    """Return the buffers that have slots: keys, then values."""
-    return [buffer for buffer in (*k, *v) if buffer.shape[2]]
-
-
-def by_shape(buffers: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return buffers in groups of one shape, for kernels that take such."""
-    shapes = list(dict.fromkeys(buffer.shape for buffer in buffers))
-    return [[buffer for buffer in buffers if buffer.shape == shape] for shape in shapes]
+def by_shape(k: Sequence[Tensor], v: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the buffers that have slots, keys and values, in groups of one shape for kernels."""
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for buffer in (*k, *v):
+        if buffer.shape[2]:
+            groups.setdefault(buffer.shape, []).append(buffer)
+    return list(groups.values())
 
 
 def _zeros_on_demand(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -29,24 +29,15 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 PREFIX = __name__.removesuffix("options")  # "" in a clone, "gpt_eagle." where installed
-FOLDERS = ("backends", "models", "files", "drafts", "run", "server")
-WITH_OPTIONS = ("files", "run", "drafts")  # whose options the flat command lacks
-# a kind of part -> the folder that has the parts which the flat files lack
-HOMES = {
-    "backend": "backends",
-    "functions": "backends",
-    "architecture": "models",
-    "reader": "files",
-    "drafters": "drafts",
-    "extension": "drafts",
-    "program": "run",
-    "command": "run",
-    "step": "models",
-    "config": "models",
-    "machine": "backends",
-    "ranks": "run",
-    "server": "server",
+FOLDERS = {  # a folder -> the kinds of parts that nobody else adds
+    "backends": ("backend", "functions", "machine"),
+    "models": ("architecture", "step", "config"),
+    "files": ("reader",),
+    "drafts": ("drafters", "extension"),
+    "run": ("program", "command", "ranks"),
+    "server": ("server",),
 }
+WITH_OPTIONS = ("files", "run", "drafts")  # whose options the flat command lacks
 NOTES = logging.getLogger("gpt_eagle")
 ROOT = Path(__file__).resolve().parent
 DEMO = str(ROOT / "checkpoints" / "demo")
@@ -100,7 +91,8 @@ def has_part(kind: str, name: str) -> bool:
 
 def load_part(kind: str, name: str) -> Any:
     """Import a part. Raises: ValueError where no folder that is present adds it."""
-    fault = f"the {kind} {name} is in the folder {HOMES.get(kind)}/, which is not here; restore it"
+    home = next((folder for folder, kinds in FOLDERS.items() if kind in kinds), None)
+    fault = f"the {kind} {name} is in the folder {home}/, which is not here; restore it"
     require(has_part(kind, name), fault)
     module, _, attribute = added()[kind][name].partition(":")
     part = load_module(module)
@@ -130,36 +122,14 @@ def run_program(name: str) -> None:
 # ---------------------------------------------------------------------- options
 
 
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    needs: tuple[Any, ...] = (),
-    least: int | None = None,
-    most: int = MOST,
-    flag: bool = True,
-    alias: str = "",
-    short: str = "",
-    **extra: Any,
-) -> Any:
-    """Make a dataclass field that is also a flag, unless `flag` is False.
+# what an option may say besides its help and choices: the range of a number; whether it is a flag;
+# conditions for it to have an effect (run/option_rules.py); its other spellings (run/parsing.py)
+TRAITS = {"least": None, "most": MOST, "flag": True, "needs": (), "alias": "", "short": ""}
 
-    needs: conditions for it to have an effect (run/option_rules.py)
-    least, most: the range of a number
-    alias, short, extra: of the command line in run/parsing.py
-    """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "needs": needs,
-        "least": least,
-        "most": most,
-        "flag": flag,
-        "alias": alias,
-        "short": short,
-        **extra,
-    }
-    return field(default=default, metadata=metadata)
+
+def option(default: Any, help: str, choices: tuple[str, ...] | None = None, **traits: Any) -> Any:
+    """Make a dataclass field that is also a flag. traits: some of `TRAITS`, or of a program's."""
+    return field(default=default, metadata=TRAITS | {"help": help, "choices": choices} | traits)
 
 
 class Sampling(NamedTuple):
@@ -170,10 +140,7 @@ class Sampling(NamedTuple):
     top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
     min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
 
-    @property
-    def is_shaped(self) -> bool:
-        """Return whether more than these changes the distribution; run/options.py has such."""
-        return False
+    is_shaped = False  # whether more than these changes the distribution, as in run/options.py
 
 
 @dataclass(frozen=True)

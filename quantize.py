@@ -373,27 +373,6 @@ class Linear(nn.Module):
         if not experts:  # which are loaded, or set
             nn.Linear.reset_parameters(self)
 
-    @classmethod
-    def of(
-        cls,
-        weight: Any,
-        bias: Tensor | None = None,
-        fp32_out: bool = False,
-        backend: Backend = TORCH,
-    ) -> Linear:
-        """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
-        if isinstance(weight, Tensor):
-            *experts, N, K = weight.shape
-            layer = cls(K, N, False, *experts or [0], fp32_out, "meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-        else:
-            layer = cls(weight.inputs, weight.outputs, False, weight.experts, fp32_out, "meta")
-            layer.pack(weight)
-        layer.backend = backend
-        if bias is not None:
-            layer.bias = nn.Parameter(bias, requires_grad=False)
-        return layer
-
     def pack(self, weight: Any) -> Linear:
         """Put a packed weight in the place of the float one. Writes: the layer. Returns: it."""
         assert (weight.inputs, weight.outputs) == (self.in_features, self.out_features), weight

@@ -341,7 +341,7 @@ def root_tree(text: tuple[Tensor, Tensor]) -> DraftTree:
     """Build the tree that is only its root: vanilla decoding. text: as for `select_nodes`"""
     tokens = text[0].gather(1, text[1][:, None])  # [B, 1]
     zeros = torch.zeros_like(tokens)
-    return DraftTree(tokens, zeros, *ancestors(zeros, 0), torch.ones_like(tokens, dtype=torch.bool))
+    return build_tree(tokens, zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
 
 
 # -------------------------------------------------------------------------------------- acceptance
@@ -416,7 +416,7 @@ def advance(
     columns: the facts of the report, in their order
     Writes: tokens.
     Returns: pos, draws and done; the decided tokens' count, [B]; the root's and the emitted tokens,
-        [B, D+2]; the features along the path, [B, D+1, F]; the report (`pack_report`).
+        [B, D+2]; the features along the path, [B, D+1, F]; the report, [B, D+1 + columns] int64.
     """
     width = emitted.shape[1]
     steps = torch.arange(width, device=emitted.device)
@@ -435,17 +435,10 @@ def advance(
     broken = ~path_features.sum((1, 2), dtype=torch.float32).isfinite()  # [B]
     state = new_done + 2 * broken  # 0 .. 3
     facts = {"count": count, "length": length, "done": state, "pos": pos}
-    report = pack_report(emitted, [facts[name] for name in columns])
+    packed = torch.stack([facts[name].long() for name in columns], 1)
+    report = torch.cat((emitted, packed), 1)  # one copy to the host
     after = torch.cat((roots[:, :1], emitted), 1)  # [B, D+2]
     return new_pos, draws + count, new_done, count, after, path_features, report
-
-
-def pack_report(emitted: Tensor, facts: Sequence[Tensor]) -> Tensor:
-    """Pack the tokens and facts of a cycle, for one copy to the host: [B, D+1 + facts] int64.
-
-    emitted: [B, D+1]; facts: [B] each, in the order of the columns
-    """
-    return torch.cat((emitted, torch.stack([fact.long() for fact in facts], 1)), 1)
 
 
 def place_tokens(

@@ -16,6 +16,7 @@ Not here: the cycle (decode.py); the C++ operators that run on a CPU (backends/c
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from options import log_note, require
+from options import log_note, one_line, require
 
 WARM_UPS = 2  # runs before a capture
 OPTIONS = {
@@ -41,22 +42,14 @@ def pick_device(name: str) -> str:
     """Check a device name, or choose one. Raises: ValueError when there is no such device."""
     if not name:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        kind = ""
-    require(kind in ("cpu", "cuda"), f"--device must be cpu or cuda; it is {name}")
-    if kind == "cpu":
-        return name
-    unavailable = f"--device {name}: this machine or this torch has no CUDA device; use cpu"
-    require(torch.cuda.is_available(), unavailable)
-    count = torch.cuda.device_count()
-    index = torch.device(name).index or 0
-    last = f"cuda:{count - 1}"
-    require(
-        index < count,
-        f"--device {name}: the last CUDA device here is {last}; use it, or fewer ranks",
-    )
+    known = re.fullmatch(r"(cpu|cuda)(:\d+)?", name)
+    require(known is not None, f"--device must be cpu or cuda; it is {name}")
+    if name.startswith("cuda"):
+        fault = f"--device {name}: this machine or this torch has no CUDA device; use cpu"
+        require(torch.cuda.is_available(), fault)
+        last = torch.cuda.device_count() - 1
+        fault = f"--device {name}: the last CUDA device here is cuda:{last}; use it, or fewer ranks"
+        require((torch.device(name).index or 0) <= last, fault)
     return name
 
 
@@ -117,12 +110,7 @@ class Replay:
             self.capture_failed = True
             self.scratch.clear()  # the broken capture may hold its pool
             note = "a step runs uncaptured, and slower, since its capture as a CUDA graph failed"
-            log_note(f"{note}: {first_line(error.__context__ or error)}")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+            log_note(f"{note}: {one_line(error.__context__ or error, 200)}")
 
 
 def tensors_of(record: Any) -> list[Tensor]:

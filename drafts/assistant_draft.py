@@ -240,7 +240,7 @@ class AssistantDrafter(EagleDrafter):
         embedded = self.embedding(inputs.text.root[:, None])
         return self.head(embedded, state.hidden, window.slots, state.cache, window), pos
 
-    def logits(self, out: Tensor) -> Tensor:
+    def logits(self, out: Tensor, level: int) -> Tensor:
         return self.head.score(out)
 
 

@@ -338,7 +338,7 @@ class SparkDrafter(BlockDrafter):
     ) -> SparkLevels:
         return replace_fields(out, before=self.head.token_rows(frontier.tokens))
 
-    def logits_of(self, out: SparkLevels, level: int) -> Tensor:
+    def logits(self, out: SparkLevels, level: int) -> Tensor:
         """Score the children of each node: [B, R, Vd]; [B, 1, Vd] where all have the same."""
         scores, hidden = out.scores[:, level, None], out.hidden[:, level, None]
         return self.head.score_pairs(scores, hidden, out.before, self.lm_head)
@@ -393,7 +393,7 @@ class LatticeDrafter(SparkDrafter):
         pairs = self.head.correlator(embedded, log_probs, hidden, anchor)
         return Lattice(ids, pairs, inputs.text.root[:, None]), inputs.text.pos
 
-    def logits_of(self, out: Lattice, level: int) -> Tensor:
+    def logits(self, out: Lattice, level: int) -> Tensor:
         """Score the children of each node: [B, R, V].
 
         Behind a token outside of the lattice, all tokens in it have the same score.

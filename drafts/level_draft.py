@@ -52,7 +52,7 @@ class LevelDrafter(TreeDrafter):
     ) -> Tensor:
         return out
 
-    def logits_of(self, out: Tensor, level: int) -> Tensor:
+    def logits(self, out: Tensor, level: int) -> Tensor:
         """Return a level's scores, which all its nodes share: [B, D, Vd] -> [B, 1, Vd]."""
         return out[:, level, None]
 

@@ -154,7 +154,7 @@ class ModelDrafter(TreeDrafter):
     ) -> Tensor:
         return _pass(self.model, self._read(frontier.tokens), positions, state.cache, window)
 
-    def logits(self, out: Tensor) -> Tensor:
+    def logits(self, out: Tensor, level: int) -> Tensor:
         z = self.model.logits(out)
         if self.known > self.vocab.size:
             z = z[..., : self.vocab.size].contiguous()

@@ -49,5 +49,5 @@ class ParallelEagleDrafter(EagleDrafter):
     ) -> Tensor:
         return out
 
-    def logits_of(self, out: Tensor, level: int) -> Tensor:
-        return self.logits(out[:, level, None])
+    def logits(self, out: Tensor, level: int) -> Tensor:
+        return super().logits(out[:, level, None], level)

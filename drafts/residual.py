@@ -77,7 +77,7 @@ class SampledChildren:
         """Draw the children of a level's nodes; `extra` is q. out: [B, R, F]."""
         rows = self.rows[level]
         first = sum(self.rows[:level])  # rows of noise of earlier levels
-        z = drafter.logits_of(out, level).expand(-1, rows, -1)  # [B, R, Vd]
+        z = drafter.logits(out, level).expand(-1, rows, -1)  # [B, R, Vd]
         log_q = sampling.process(z, inputs.sampling, drafter.backend).log_softmax(-1)
         own = inputs.draws * MAX_NODES + first  # rows of noise that nothing else reads
         size = drafter.vocab.size

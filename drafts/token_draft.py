@@ -214,7 +214,7 @@ class HydraDrafter(TokenDrafter):
         embedded = self.embedding(frontier.tokens)
         return torch.cat((out.gather(1, index), embedded.to(out.dtype)), -1)  # [B, R, F more]
 
-    def logits(self, out: Tensor) -> Tensor:
+    def logits(self, out: Tensor, level: int) -> Tensor:
         x = self.heads(out)  # [B, R, F]
         if not self.heads.config.own_lm_heads:
             return self.lm_head(x)

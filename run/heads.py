@@ -15,14 +15,32 @@ from eagle_draft import EagleDrafter, load_head
 from model import Transformer
 from options import load_part
 from quantize import FORMATS, Linear, Quantization, fit_group
+from reference import TORCH, Backend
 from run.draft_method import DraftMethod, method_of
+
+
+def linear_of(
+    weight: Any, bias: Tensor | None = None, fp32_out: bool = False, backend: Backend = TORCH
+) -> Linear:
+    """Make a layer of a weight that is not trained: packed, or [N, K] or [E, N, K] numbers."""
+    if isinstance(weight, Tensor):
+        *experts, N, K = weight.shape
+        layer = Linear(K, N, False, *experts or [0], fp32_out, "meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    else:
+        layer = Linear(weight.inputs, weight.outputs, False, weight.experts, fp32_out, "meta")
+        layer.pack(weight)
+    layer.backend = backend
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 def rows_of(layer: Linear, ids: Tensor) -> Linear:
     """Return a layer with some of the outputs, in their codes where they can be. ids: [R]"""
     bias = None if layer.bias is None else layer.bias.detach()[ids]
     weight = layer.record.take(ids) if layer.packed else layer.weight.detach()[ids]
-    return Linear.of(weight, bias, layer.fp32_out, layer.backend)
+    return linear_of(weight, bias, layer.fp32_out, layer.backend)
 
 
 def draft_lm_head(
@@ -44,7 +62,7 @@ def draft_lm_head(
             return own
     quant = fit_group(quant, {"the draft's copy of lm_head": own.in_features})
     weight = FORMATS[quant.format].round(own.dequantize(), quant.group_size)
-    return Linear.of(weight, fp32_out=True, backend=own.backend)
+    return linear_of(weight, fp32_out=True, backend=own.backend)
 
 
 def load_drafter(

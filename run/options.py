@@ -23,8 +23,6 @@ from draft_tree import (
     DynamicTree,
     StaticTree,
     candidates,
-    chain_paths,
-    check_candidates,
     parse_tree,
 )
 from files.io import DEFAULT as DEFAULT
@@ -440,7 +438,7 @@ class GenerateConfig(Options):
     def static_paths(self) -> tuple[tuple[int, ...], ...]:
         """The rank paths of a chain or a static tree. Raises: ValueError for a file."""
         if self.tree_shape == "chain":
-            return chain_paths(self.tree_depth or DEPTH)
+            return StaticTree.chain(self.tree_depth or DEPTH).paths
         if self.tree_file:
             return read_tree(Path(self.tree_file))
         return MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS
@@ -574,7 +572,8 @@ class GenerateConfig(Options):
         require(self.tree_shape in takes, fault)
         grown = GROWN.met(self)
         if grown and self.tree_topk and self.tree_size:
-            check_candidates(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
+            # which refuses too few candidates
+            DynamicTree(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
         lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
         require(not grown or self.children != "sampled", lossy_fault)
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from decode import PREFILL_WIDTHS, build_cycles
 from files.machine import has_cpu_operators, is_plain
 from files.rank import this_rank
-from options import load_part, log_note
+from options import load_part, log_note, one_line
 from run.engine import Engine
 from run.session import Session
-from runtime import OPTIONS, WARM_UPS, copy_into, first_line
+from runtime import OPTIONS, WARM_UPS, copy_into
 
 TIMED_BEHIND = 200  # tokens of prefix when cycles are timed, so that attention has work to do
 
@@ -111,7 +111,7 @@ def why_not_compiled(device: str) -> str:
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
     except Exception as error:  # a missing or broken compiler may raise anything
-        return first_line(error)[:120]
+        return one_line(error, 120)
     return ""
 
 

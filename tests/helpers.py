@@ -51,6 +51,7 @@ from quantize import FORMATS, Linear, stack
 from reference import TORCH, Backend, choose, rms_norm
 from run.draft_method import DraftMethod, method_of
 from run.engine import Engine
+from run.heads import linear_of
 from run.load import accept_rule
 from run.options import GenerateConfig, Sampling
 from run.session import Session
@@ -518,7 +519,7 @@ def planes_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layer_of(weight: Weight | Tensor, bias: Tensor | None = None, fp32_out: bool = False) -> Linear:
     """A layer of a weight with the backend of this machine."""
-    return Linear.of(weight, bias, fp32_out, choose(torch.device("cpu")))
+    return linear_of(weight, bias, fp32_out, choose(torch.device("cpu")))
 
 
 def rounded(
@@ -528,9 +529,9 @@ def rounded(
     kind = FORMATS[format]
     backend = choose(weight.device)
     if weight.dim() == 2:
-        return Linear.of(kind.round(weight, group), bias, wide, backend)
+        return linear_of(kind.round(weight, group), bias, wide, backend)
     stacked = stack((kind.round(each, group) for each in weight), len(weight))
-    return Linear.of(stacked, backend=backend)
+    return linear_of(stacked, backend=backend)
 
 
 # -------------------------------------------------------------------------------------------- tools

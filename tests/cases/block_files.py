@@ -124,7 +124,7 @@ def level_scores(
         out = drafter.forward_nodes(state, frontier, out, None, None)
         hidden = out.hidden[:, level, None]
         sure = drafter.head.confidence(hidden, out.before) if drafter.head.config.confidence else 0
-        yield drafter.logits_of(out, level)[0, 0], sure
+        yield drafter.logits(out, level)[0, 0], sure
 
 
 def recorded_levels(

@@ -248,7 +248,7 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
             if head.config.scores_pairs:
                 frontier = SimpleNamespace(tokens=text[:, root + level, None])
                 out = drafter.forward_nodes(state, frontier, out, None, None)
-            z = drafter.logits_of(out, level)[0, 0]
+            z = drafter.logits(out, level)[0, 0]
             assert (z - drafted.logits[level][root - 1]).abs().max() < 1e-3
             truth = text[0, root + level + 1]
             assert drafted.ok[root - 1, level] == (z.argmax() == truth)

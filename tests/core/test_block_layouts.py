@@ -196,7 +196,7 @@ def test_a_selector_over_some_tokens(tmp_path):
     def scores(drafter: SparkDrafter, state, inputs: DraftInputs) -> torch.Tensor:
         out, _ = drafter.root_output(state, inputs)
         before = drafter.head.token_rows(torch.tensor([[5, 40]]))
-        return drafter.logits_of(out._replace(before=before), 1)[0]
+        return drafter.logits(out._replace(before=before), 1)[0]
 
     for (state, inputs), (other, _) in zip(drafts(some), drafts(whole)):
         z = scores(some, state, inputs)
@@ -281,15 +281,15 @@ def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
     out, _ = drafter.root_output(state, inputs)
     frontier = SimpleNamespace(tokens=torch.tensor([[5, 17, 40]]))
     out = drafter.forward_nodes(state, frontier, out, None, None)
-    together = drafter.logits_of(out, 2)
+    together = drafter.logits(out, 2)
     exact = drafter.lm_head.weight.detach()
     drafter.lm_head = SimpleNamespace(packed=True)
     drafter.head.score = lambda hidden, lm_head: hidden @ exact.T
-    assert (drafter.logits_of(out, 2) - together).abs().max() < 1e-4
+    assert (drafter.logits(out, 2) - together).abs().max() < 1e-4
     for node, token in enumerate([5, 17, 40]):
         alone = SimpleNamespace(tokens=torch.tensor([[token]]))
         each = drafter.forward_nodes(state, alone, out, None, None)
-        assert (drafter.logits_of(each, 2)[0, 0] - together[0, node]).abs().max() < 1e-4
+        assert (drafter.logits(each, 2)[0, 0] - together[0, node]).abs().max() < 1e-4
 
 
 # ----------------------------------------------------------------------------------------- LiLiCorr
@@ -356,7 +356,7 @@ def test_the_nodes_of_a_level_have_their_own_scores(tmp_path):
     outside = min({*range(9)} - {*out.ids[0, 0].tolist()})
     tokens = torch.tensor([[int(out.ids[0, 0, 3]), outside]])
     out = drafter.forward_nodes(state, SimpleNamespace(tokens=tokens), out, None, None)
-    z = drafter.logits_of(out, 1)[0]
+    z = drafter.logits(out, 1)[0]
     assert torch.equal(z[:, out.ids[0, 1]], torch.stack((out.pairs[0, 1, 3], torch.zeros(4))))
     assert (z > -1e29).sum() == 8
 
@@ -398,7 +398,7 @@ def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
     for number, (state, inputs) in enumerate(drafts(drafter)):
         out, _ = drafter.root_output(state, inputs)
         for level in range(depth):
-            ours = drafter.logits_of(out, level)[0, 0]
+            ours = drafter.logits(out, level)[0, 0]
             assert (ours - trace()["peagle.logits"][number, level, order]).abs().max() < 1e-4
         chain = drafter.propose(state, inputs).tokens[0, 1:]
         best = trace()["peagle.logits"][number, :depth].argmax(-1)

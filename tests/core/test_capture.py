@@ -39,7 +39,6 @@ from helpers import (
 )
 from model import Transformer
 from models.mixtures import Qwen
-from reference import pack_report
 from run.clock import TimedResult, with_times
 from run.load import set_cuda_device
 from run.session import Session
@@ -237,7 +236,7 @@ def test_a_capture_that_fails_is_left_and_others_go_on(capsys, fake_graphs, fail
     assert Capture.streams == ["main"]
     assert runs == ["main", "main", "capture"] + ["main"] * 7 * fails
     assert len(fake_graphs) == 7 * (not fails)
-    note = "note: a step runs uncaptured, and slower, since its capture as a CUDA graph failed: copies to the host"
+    note = "note: a step runs uncaptured, and slower, since its capture as a CUDA graph failed: copies to the host more"
     assert told == [note] * fails
     assert replay.capture_failed == fails and bool(scratch) == (not fails)
     other = Replay(lambda: 5, torch.device("cuda"), scratch)
@@ -273,8 +272,7 @@ def test_without_a_clock_of_the_device_the_host_tells_the_time():
     """As on CUDA without Triton."""
     engine = engine_for(golden_target(), RootOnly())
     for ended, seconds in ((0, 2), (10**9, 1)):
-        emitted = torch.zeros(1, 1, dtype=torch.long)
-        report = pack_report(emitted, [torch.zeros(1, dtype=torch.long)] * len(REPORT))
+        report = torch.zeros(1, 1 + len(REPORT), dtype=torch.long)
         report = with_times(report, [0, 0, 0, ended])
         session = Session(engine, host_lag=1)
         result = TimedResult(report, 0, None)

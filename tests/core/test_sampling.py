@@ -412,7 +412,7 @@ class WorldDrafter(TreeDrafter):
     def forward_nodes(self, state, frontier, out, positions, window):
         return frontier.tokens[:, :, None]
 
-    def logits_of(self, out, level):
+    def logits(self, out, level):
         return self.world.draft[level, out[:, :, 0]]
 
 

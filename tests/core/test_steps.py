@@ -21,7 +21,7 @@ from eagle_draft import EagleConfig
 from files import registry
 from files.eagle_variants import Eagle3Variant, make_head
 from helpers import COMPILER
-from kv_cache import KVCache, Window, with_slots
+from kv_cache import KVCache, Window, by_shape
 from model import ModelConfig, Transformer, run_layers, weight_names, windows_of
 from models.gemma3 import Gemma3
 from models.gemma4 import Gemma4
@@ -108,7 +108,7 @@ def empty_cache(config: ModelConfig) -> KVCache:
     """A cache with numbers in its prefix."""
     cache = KVCache.empty(config, B, SLOTS, torch.bfloat16, "cpu")
     generator = torch.Generator().manual_seed(2)
-    for buffer in with_slots(cache.k, cache.v):
+    for buffer in sum(by_shape(cache.k, cache.v), []):
         numbers = torch.randn(B, buffer.shape[1], 9, buffer.shape[3], generator=generator)
         buffer[:, :, :9] = numbers.bfloat16()
     return cache

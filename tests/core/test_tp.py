@@ -574,11 +574,11 @@ if os.environ["RANK"] == "1" and how == "file":
     sys.argv += ["--json", "/nowhere/out.json"]
 if os.environ["RANK"] == "1" and how in ("kill", "bug"):
     import decode
-    def advance(*_):
+    def decide(*_):
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise KeyError("a bug")
-    decode.advance = advance
+    decode.Cycle.decide = decide
 runpy.run_path("generate.py", run_name="__main__")
 """
 

@@ -20,6 +20,7 @@ from helpers import Mixture, Operators, check_product_fits, planes_of_cuda, slow
 from model import ModelConfig  # noqa: E402
 from quantize import FORMATS, Linear, stack  # noqa: E402
 from reference import choose, use_backend  # noqa: E402
+from run.heads import linear_of  # noqa: E402
 
 # ----------------------------------------------------------------------------------------- compiled
 
@@ -97,7 +98,7 @@ def stack_of(format: str, experts: int, N: int, K: int, group: int) -> Linear:
     kind = FORMATS[format]
     group = group if format == "int4" else 0  # int8 has a scale per output on CUDA
     packed = (kind.round(torch.ones(N, K), group) for _ in range(experts))
-    return Linear.of(stack(packed, experts))
+    return linear_of(stack(packed, experts))
 
 
 @pytest.mark.parametrize(
