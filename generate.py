@@ -36,7 +36,6 @@ from eagle_draft import EagleDrafter, load_head
 from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
 from options import Sampling, parse_prompt_ids, part_or, require
 from quantize import Quantization, Storage, WeightFiles, load_weights
-from reference import choose, use_backend
 from runtime import pick_device
 
 DEMO_PROMPT = "def read_lines(path):"
@@ -103,9 +102,7 @@ def load_target(path: Path, options: Options, device: torch.device) -> Transform
     quant = Quantization.of(options.quant, 0)
     read = part_or("reader", "model", None)
     if read is not None:
-        target = read(path, DTYPES.get(options.dtype), str(device), quant)
-        use_backend(target, choose(device, target.norm.weight.dtype, options.plain))
-        return target
+        return read(path, DTYPES.get(options.dtype), str(device), quant)
     files = WeightFiles(path)
     config = read_config(files.config)
     dtype = DTYPES[options.dtype or config.dtype]
@@ -116,7 +113,6 @@ def load_target(path: Path, options: Options, device: torch.device) -> Transform
     if config.tie_embeddings:
         target.lm_head.weight = target.embedding.weight
     target.ropes = RotaryEmbeddings(config.ropes, device)
-    use_backend(target, choose(device, dtype, options.plain))
     return target.eval()
 
 
@@ -126,6 +122,8 @@ def load_engine(options: Options) -> Engine:
     Raises: ValueError for anything wrong with options or files.
     """
     device = torch.device(pick_device(options.device))
+    if options.plain:
+        part_or("machine", "set_plain", lambda families: None)(("all",))
     path = Path(options.checkpoint)
     target = load_target(path, options, device)
     head = options.head or str(path.with_name(f"{path.name}-eagle"))

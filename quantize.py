@@ -409,16 +409,6 @@ class Linear(nn.Module):
             return self.backend.matmul(x, self.record, self.bias, self.fp32_out)
         return self.backend.linear(x, self.weight, self.bias, self.fp32_out)
 
-    def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the weight, its table on a CPU or its scales, and the bias, for fused passes."""
-        weight = self.record.operands() if self.packed else (self.weight, None)
-        return *weight, self.bias
-
-    @property
-    def in_cpp(self) -> bool:
-        """Return whether the C++ operators of a CPU multiply by the weight."""
-        return not self.packed or self.record.in_cpp
-
     def dequantize(self) -> Tensor:
         """Return the numbers of the weight, [N, K] or [E, N, K]; of a packed one in fp32."""
         return self.record.numbers() if self.packed else self.weight

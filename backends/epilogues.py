@@ -24,6 +24,7 @@ import reference
 from backends.library import is_plain, lib
 from backends.linear import fits_kernel
 from backends.triton.launch import PART
+from backends.weight import operands_of
 from quantize import Linear
 from reference import rms_norm
 
@@ -89,7 +90,7 @@ def lazy_matmul(
 
 def lazy_of(layer: Linear, x: Tensor | UnnormalizedRows) -> LazyMatmul | None:
     """Return the matmul of a layer for the next operator, where that computes it."""
-    weight, scale, bias = layer.operands()
+    weight, scale, bias = operands_of(layer)
     return lazy_matmul(x, weight, scale) if bias is None else None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quantize import (
     FARTHEST,
     GROUPS,
+    Linear,
     held,
     hold,
     multiply_groups,
@@ -138,6 +139,12 @@ class Weight(NamedTuple):
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Return the data, and its table on a CPU or its scales, for fused passes."""
         return self.data, self.scale if self.table is None else self.table
+
+
+def operands_of(layer: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the weight, its table on a CPU or its scales, and the bias, for fused passes."""
+    weight = layer.record.operands() if layer.packed else (layer.weight, None)
+    return *weight, layer.bias
 
 
 # ------------------------------------------------------------------------------------- zero points

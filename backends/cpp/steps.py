@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from backends.weight import operands_of
 from runtime import replace_fields
 
 
@@ -62,10 +63,10 @@ def _head_norm(step: Any, layer: nn.Module) -> CppStep:
 
 def _project(step: Any, layer: nn.Module) -> CppStep | None:
     linear_layer = getattr(layer, step.name)
-    if not linear_layer.in_cpp:
+    if linear_layer.packed and not linear_layer.record.in_cpp:
         return None
     counts = (step.outputs, step.experts)
-    return CppStep("project", step.source, step.to, linear_layer.operands(), counts)
+    return CppStep("project", step.source, step.to, operands_of(linear_layer), counts)
 
 
 def _rotate(step: Any, layer: nn.Module) -> CppStep | None:
