@@ -759,7 +759,7 @@ WRONG = [
     ("gguf dflash", {}, {"lilicorr.same_slot_bias": torch.zeros(4)}, r"1 unexpected weight\(s\): lilicorr.same_slot_bias"),
     ("gguf dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
     ("gguf dflash", {"target_layers": [1, 2, 4, 5, 9]}, {}, "target_layer_ids must ascend"),
-    ("gguf dflash", {"target_layers": []}, {}, "metadata dflash.target_layers is missing"),
+    ("gguf dflash", {"target_layers": None}, {}, "metadata dflash.target_layers is missing"),
 ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_drafts_are_those_of_the_official_module(tmp_path, monkeypatch, case, op
     assert engine.option("draft") == "assistant"
     drafter, seen = engine.drafter, []
     monkeypatch.setattr(
-        drafter, "logits", lambda out: seen.append(drafter.head.score(out)) or seen[-1]
+        drafter, "logits", lambda out, level: seen.append(drafter.head.score(out)) or seen[-1]
     )
     for prompt in PROMPTS:
         seen.clear()

@@ -223,7 +223,7 @@ def test_types_that_cuda_keeps_by_default(block_file, as_on_cuda, capsys, case, 
     model = load_model(block_file(case), quant=Quantization(BLOCKS, saved=True))
     held = {name.split(".")[-2] for name, _ in model.named_buffers() if name.endswith("data")}
     assert len(held) == kept
-    said = "keep_blocks=true, without dtype, keeps their bits" in capsys.readouterr().err
+    said = "--keep_blocks, without dtype, keeps their bits" in capsys.readouterr().err
     assert said == (case != "Q4_0")
 
 
