@@ -270,7 +270,7 @@ class Route(Step):
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
         expert, share = getattr(layer, self.name)(rows.get(self.source))  # [B, T, J]
         repeated = rows.h.flatten(0, 1).repeat_interleave(self.chosen, 0)
-        routing = layer.backend.route(expert.flatten(), self.experts)
+        routing = layer.backend.route(expert.flatten().contiguous(), self.experts)
         return rows.put("h", repeated).put("routing", routing).put("share", share)
 
 

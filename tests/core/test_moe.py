@@ -7,6 +7,7 @@ test_golden.py's.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import shutil
 from functools import partial
@@ -136,10 +137,10 @@ def test_one_graph_for_every_routing(backend, format):
 # --------------------------------------------------------------------------------- layer and router
 
 
-def feed_forward(format="float", dtype=torch.float32):
-    """A random layer, its experts in a format."""
+def feed_forward(format="float", dtype=torch.float32, chosen=2):
+    """A random layer, its experts in a format. chosen: of each token"""
     torch.manual_seed(0)
-    layer = Mixture(CONFIG)
+    layer = Mixture(dataclasses.replace(CONFIG, experts_per_token=chosen))
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
     layer = layer.to(dtype).requires_grad_(False)
@@ -172,6 +173,16 @@ def test_equal_experts_are_taken_in_their_order():
     first = (x @ router.weight[3] > 0)[..., None]
     assert torch.equal(expert, torch.where(first, torch.tensor([1, 2]), torch.tensor([0, 1])))
     assert torch.equal(share[first[..., 0]], torch.full((int(first.sum()), 2), 0.5))
+
+
+@OPERATORS
+def test_a_token_may_have_one_expert():
+    """Its number is a strided column of those of all experts."""
+    layer = feed_forward(dtype=torch.bfloat16, chosen=1)
+    x = noise(2, 5, 64, seed=3, dtype=torch.bfloat16)
+    fast = layer(x)
+    use_backend(layer, TORCH)
+    torch.testing.assert_close(fast, layer(x), atol=0.02, rtol=0.02)
 
 
 def test_the_router_ranks_in_fp32():
