@@ -161,9 +161,12 @@ def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner
 @OPERATORS
 def test_without_families_no_reference_runs(short_demo, monkeypatch):
     """So that the test above says something."""
+    cases = ({"quant": "int8"}, {"quant": "int4", "temperature": 1.0})
+    for options in cases:  # calibration, which runs once and is kept, runs references
+        tokens(short_demo, max_new_tokens=4, **options)
     for _, owner, name, _ in REFERENCES:
         monkeypatch.setattr(owner, name, lambda *inputs: pytest.fail("a reference ran"))
-    for options in ({"quant": "int8"}, {"quant": "int4", "temperature": 1.0}):
+    for options in cases:
         assert len(tokens(short_demo, tree="dynamic", compile=True, **options)) == 12
 
 
