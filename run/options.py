@@ -175,7 +175,7 @@ class GenerateConfig(Options):
     keep_blocks: bool = option(
         False,
         "keep every type of a GGUF file in its own bits on CUDA, in a third of the memory; "
-        "default: Q4_0 and Q8_0, as others were not timed",
+        "default: Q4_0 alone, as others were not timed",
     )
     threads: int = option(0, "CPU threads; default: as many as cores", least=0, most=processors())
     random: str = option(

@@ -181,7 +181,7 @@ def shown_path(path: str) -> str:
 
 @dataclass(frozen=True)
 class FidelityOptions:
-    """What each weight format loses against the file's own weights in fp32."""
+    """The loss of each weight format against the file's own weights in fp32."""
 
     checkpoint: str = option(
         DEFAULT, "the model: a Hugging Face directory in 16 bits, or a GGUF file"

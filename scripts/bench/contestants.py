@@ -1,4 +1,4 @@
-"""Who decodes: our runtime with a method, transformers, llama.cpp, and gpt-fast.
+"""The contestants: our runtime with a method, transformers, llama.cpp, and gpt-fast.
 
 1. A contestant takes prompts and decodes them one group at a time (`Contestant.start`). An
    `Outcome` says the same of each: new tokens, seconds, and what every cycle accepted.
