@@ -4,6 +4,7 @@ NEEDS = ()
 ADDS = {
     "layouts": {"cpu": "backends.strips:pack_on_cpu", "cuda": "backends.planes:pack_on_cuda"},
     "machine": {
+        "block planes": "backends.block_planes",
         "blocks": "backends.blocks",
         "captures": "backends.switches:captures",
         "check_own": "backends.cpp.build:check_own",

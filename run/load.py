@@ -220,7 +220,7 @@ def _load_target(config: GenerateConfig, path: Path) -> Transformer:
         quant = None
     if quant is None and keeps_blocks(config, path):
         quant = Quantization(BLOCKS, saved=True, every_type=config.keep_blocks)
-    if quant is not None and source is None:
+    if config.quant == "int4" and quant is not None and source is None:
         rounding = load_part("reader", "rounding")
         if rounding.is_calibrated(quant, path):
             source = rounding.calibrated(path, quant)

@@ -32,7 +32,8 @@ import backends.linear
 import backends.triton.layout
 import backends.weight
 import sampling
-from backends.blocks import Blocks, Numbers, planes_of_blocks
+from backends.block_planes import planes_of_blocks
+from backends.blocks import Blocks, Numbers
 from backends.epilogues import HeadNorms
 from backends.library import has_cpu_operators
 from backends.strips import part_bytes, table_of

@@ -25,6 +25,7 @@ from test_gguf import BPE_METADATA, NAN, gguf_tensors, hf_model, metadata_of
 from test_tp import check_close, options_of, run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import backends.block_planes
 import backends.blocks
 import backends.library
 from backends.triton.layout import BLOCK_FORMS
@@ -214,7 +215,7 @@ def test_a_scale_for_cuda_that_is_no_number(block_file):
         content = weight.content.clone()
         content[3, at : at + 2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
         with pytest.raises(ValueError, match="a.gguf: output.weight has a scale that is NaN or"):
-            backends.blocks.planes(weight._replace(content=content), "cpu", Path("a.gguf"))
+            backends.block_planes.planes(weight._replace(content=content), "cpu", Path("a.gguf"))
 
 
 @pytest.mark.parametrize("case, kept", [("Q4_0", 6), ("Q8_0", 0), ("Q4_K", 0), ("int4", 3)])
@@ -232,7 +233,7 @@ def test_memory_on_cuda(block_file):
     more = {"Q4_K": 148 / 144, "Q5_K": 180 / 176, "Q6_K": 212 / 210}
     for kind in BLOCK_FORMS:
         weight = GgufFile(block_file(kind))._blocks("blk.0.ffn_down.weight")
-        packed = backends.blocks.planes(weight, "cpu", Path("a.gguf"))
+        packed = backends.block_planes.planes(weight, "cpu", Path("a.gguf"))
         held = packed.data.nbytes + packed.scale.nbytes
         assert held == weight.bytes("cuda") == round(weight.content.nbytes * more.get(kind, 1))
 
