@@ -25,6 +25,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -51,9 +52,24 @@ MOST = 2**31 - 1  # the default upper bound of a number: sums of such numbers fi
 def cache_folder() -> Path:
     """Return the folder of what can be made or fetched again. It may not exist.
 
-    Raises: RuntimeError without a home directory.
+    A user without a home directory has it in the system's folder of temporary files.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-eagle"
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if parent.startswith("~"):
+        parent = os.path.join(gettempdir(), str(os.getuid()))
+    return Path(parent) / "gpt-eagle"
+
+
+def private_folder(*parts: str) -> Path:
+    """Make `cache_folder`, or a folder in it, which the user alone may write, whatever the umask.
+
+    Raises: OSError.
+    """
+    folder = cache_folder()
+    for name in ("", *parts):
+        folder = folder / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a parent has the umask's mode
+    return folder
 
 
 def below_root(name: str) -> str:

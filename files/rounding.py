@@ -41,7 +41,7 @@ from files.rank import this_rank
 from files.stacks import StackedFiles
 from files.tokenizer import has_tokenizer
 from files.writing import write_checkpoint
-from options import cache_folder, log_note
+from options import cache_folder, log_note, private_folder
 from quantize import FORMATS, Quantization, check_finite, fit_group, in_groups
 
 VERSION = 2  # of the rounding and of its text, for the cache
@@ -196,7 +196,7 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
     parent = cache_folder() / "quantized"
     out = parent / f"{path.resolve().name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        private_folder("quantized")
     except OSError as error:
         raise ValueError(
             f"cannot write {parent} ({error.strerror}); XDG_CACHE_HOME names another place; "

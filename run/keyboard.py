@@ -28,7 +28,7 @@ from prompt_toolkit.key_binding import KeyPress
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 
-from options import cache_folder
+from options import private_folder
 
 
 class Lines(FileHistory):
@@ -61,8 +61,7 @@ class Keyboard:
 
     def _history(self) -> History:
         try:
-            path = cache_folder() / "history"
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = private_folder() / "history"
             path.touch(0o600)
             path.open("a").close()
         except (OSError, RuntimeError) as error:

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -30,7 +31,7 @@ from pathlib import Path
 import torch
 
 from backends.cpp import tiles
-from options import cache_folder, log_note, part_or
+from options import cache_folder, log_note, part_or, private_folder
 
 HERE = Path(__file__).parent
 # files that are compiled together, the two groups side by side: about half of the work each. More
@@ -64,13 +65,17 @@ def _no_lock(folder: Path, note: str = "") -> Iterator[bool]:
 folder_lock = part_or("folder", "lock", _no_lock)
 
 
-def compiler() -> str:
-    """Find the C++ compiler. Raises: RuntimeError when there is none."""
+def compiler() -> list[str]:
+    """Find the C++ compiler, and the arguments that CXX has behind it.
+
+    Raises: RuntimeError when there is none.
+    """
     requested = os.environ.get("CXX")
     for name in (requested,) if requested else ("g++", "clang++", "c++"):
-        path = shutil.which(name)
+        program, *arguments = shlex.split(name) or [""]
+        path = shutil.which(program)
         if path:
-            return path
+            return [path, *arguments]
     if requested:
         raise RuntimeError(f"no C++ compiler: CXX is {requested}")
     raise RuntimeError("no C++ compiler; install g++ or set CXX")
@@ -83,7 +88,7 @@ def commands(march: str) -> tuple[list[str], list[str]]:
     """
     include = Path(torch.__file__).parent / "include"
     command = [
-        compiler(),
+        *compiler(),
         f"-march={march}",
         "-std=c++20",
         "-O3",
@@ -120,8 +125,7 @@ def build(march: str = "") -> Path:
     folder = cache_folder()
     library = folder / f"{march}-{key}.so"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_own(folder)
+        check_own(private_folder())
         if is_whole(library):
             return library
         with (
@@ -168,7 +172,7 @@ def _compile_and_link(
         objects.append(str(unit.with_suffix(".o")))
         commands.append([*command, "-c", str(unit), "-o", objects[-1]])
     _run(*commands)
-    _run([command[0], *objects, *link, "-o", str(made)])
+    _run([*compiler(), *objects, *link, "-o", str(made)])
     made.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
     made.chmod(0o700)  # independent of the umask
 
