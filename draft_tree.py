@@ -296,7 +296,7 @@ def parse_tree(text: str) -> dict[str, Any]:
     shape, colon, rest = text.partition(":")
     numbers = rest.split(",") if colon else []
     valid = not colon or any(numbers)
-    valid = valid and all(re.fullmatch(r"[0-9]{0,9}", number) for number in numbers)
+    valid = valid and all(re.fullmatch(r"([1-9][0-9]{0,8})?", number) for number in numbers)
     if valid and len(numbers) <= SHAPES.get(shape, -1):
         options = {name: int(number) for name, number in zip(NUMBERS, numbers) if number}
         return {"tree": shape} | options
@@ -305,6 +305,6 @@ def parse_tree(text: str) -> dict[str, Any]:
     if shape not in SHAPES and Path(text).exists():
         return {"tree_file": text}
     raise ValueError(
-        "--tree takes auto, chain, dynamic, static, numbers behind the first three, as chain:3 or "
-        f"dynamic:6,8,32 (LEVELS,CHILDREN,NODES), or a JSON file; {text} is none of them"
+        "--tree takes auto, chain, dynamic, static, numbers from 1 on behind the first three, as "
+        f"chain:3 or dynamic:6,8,32 (LEVELS,CHILDREN,NODES), or a JSON file; {text} is none of them"
     )

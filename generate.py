@@ -87,8 +87,6 @@ def tree_of(options: Options, on_cuda: bool) -> StaticTree | DynamicTree:
         return CUDA_TREE if on_cuda else CPU_TREE
     own = parse_tree(options.tree)
     require("tree_file" not in own, "--tree: reading a file is in the folder run/; restore it")
-    numbers = [value for value in own.values() if isinstance(value, int)]
-    require(all(numbers), f"the numbers of --tree must be at least 1; it is {options.tree}")
     depth = own.get("tree_depth", CUDA_TREE.depth)
     if own["tree"] == "dynamic":
         topk = own.get("tree_topk", CUDA_TREE.topk)
@@ -191,9 +189,8 @@ def decode(engine: Engine, prompt: list[int]) -> tuple[list[int], dict[str, Any]
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line of the flat files."""
-    options = read_options(argv)
     with one_line_errors("generate.py"), torch.inference_mode():
-        run(options)
+        run(read_options(argv))
 
 
 def run(options: Options) -> None:
@@ -235,18 +232,10 @@ def run(options: Options) -> None:
             "stats": stats,
             "config": asdict(options),
         }
-        write(options.json, json.dumps(document))
-
-
-def write(where: str, text: str) -> None:
-    """Write a text to a file, or - for standard output. Raises: ValueError."""
-    if where == "-":
-        print(text)
-        return
-    try:
-        Path(where).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {where}: {error.strerror}; name another file") from None
+        if options.json == "-":
+            print(json.dumps(document))
+        else:
+            Path(options.json).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Integral, Real
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType
@@ -86,8 +87,7 @@ def load_module(name: str) -> ModuleType:
 def present() -> tuple[str, ...]:
     """Return the folders that are here, and that have here what they need."""
     here = [name for name in FOLDERS if find_spec(below_root(name)) is not None]
-    tables = {name: load_module(name) for name in here}
-    return tuple(name for name in here if all(need in here for need in tables[name].NEEDS))
+    return tuple(name for name in here if {*load_module(name).NEEDS} <= {*here})
 
 
 @cache
@@ -120,14 +120,6 @@ def part_or(kind: str, name: str, otherwise: Any) -> Any:
     return load_part(kind, name) if has_part(kind, name) else otherwise
 
 
-def refuse_words(program: str, message: str) -> NoReturn:
-    """End the program on a mistake in its options, which a missing folder may explain."""
-    gone = [f"{name}/" for name in WITH_OPTIONS if name not in present()]
-    if gone and message.startswith(("unrecognized", "argument --draft", "argument --tree")):
-        message += f"; more are in the folder {', '.join(gone)}: restore what is missing"
-    fail(program, f"{message}; see --help")
-
-
 def run_program(name: str) -> None:
     """Run the program of a folder, where one has it, to its end; else return."""
     if has_part("program", name):
@@ -138,9 +130,10 @@ def run_program(name: str) -> None:
 # ---------------------------------------------------------------------- options
 
 
-# what an option may say besides its help and choices: the range of a number; whether it is a flag;
-# conditions for it to have an effect (run/option_rules.py); its other spellings (run/parsing.py)
-TRAITS = {"least": None, "most": MOST, "flag": True, "needs": (), "alias": "", "short": ""}
+# what an option may say besides its help and choices; alias and short: other spellings of its flag
+TRAITS = {"least": None, "above": None, "most": MOST, "flag": True, "alias": "", "short": ""}
+SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
+NUMBERS = {"int": int, "float": float}
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None, **traits: Any) -> Any:
@@ -151,10 +144,10 @@ def option(default: Any, help: str, choices: tuple[str, ...] | None = None, **tr
 class Sampling(NamedTuple):
     """The parameters that turn the target's logits into a distribution (sampling.py)."""
 
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
-    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     is_shaped = False  # whether more than these changes the distribution, as in run/options.py
 
@@ -165,18 +158,13 @@ class Options:
 
     checkpoint: str = option(DEMO, "the target: a Hugging Face directory in safetensors", short="m")
     head: str = option(
-        "",
-        "a trained head, a directory; default: the checkpoint's name with -eagle behind it, if it "
-        "exists",
-        alias="eagle",
+        "", "a trained head, a directory; default: CHECKPOINT-eagle, if it exists", alias="eagle"
     )
-    draft: str = option(
-        "", "source of drafts; default: eagle, if there is a head", ("none", "eagle")
-    )
+    draft: str = option("", "default: eagle, if there is a head", ("none", "eagle"))
     tree: str = option(
         "",
-        "shape of the draft tree: chain:3, dynamic:6,8,32 (levels, children of a node, nodes in "
-        "all), static; default: dynamic on CUDA, elsewhere a chain",
+        "chain:3, dynamic:6,8,32 (levels, children of a node, nodes in all) or static; default: "
+        "dynamic on CUDA, elsewhere a chain",
     )
     quant: str = option("none", "round the target's weights while loading", ("none", *FORMAT_NAMES))
     device: str = option("", "cpu or cuda; default: cuda if there is one")
@@ -202,47 +190,68 @@ class Options:
     temperature: float = option(0.0, "0 is greedy", least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0: all", least=0)
     top_p: float = option(
-        1.0, "sample among the likeliest tokens whose probabilities add up to this"
+        1.0,
+        "sample among the likeliest tokens whose probabilities add up to this",
+        above=0,
+        most=1,
     )
-    seed: int = option(
-        0,
-        "of the sampling noise; the same seed gives the same tokens for every drafter and tree",
-        least=0,
-        most=2**64 - 1,
-    )
+    seed: int = option(0, "of the sampling noise", least=0, most=2**64 - 1)
     compare: bool = option(
         False, "also decode without drafting, check that the tokens agree, print the speedup"
     )
     json: str = option("", "write results to this file; - is standard output")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error on one line, without the usage block."""
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error on one line, which a missing folder may explain."""
 
     def error(self, message: str) -> NoReturn:
-        refuse_words(self.prog, message)
+        gone = [f"{name}/" for name in WITH_OPTIONS if name not in present()]
+        if gone and message.startswith(("unrecognized", "argument --draft", "argument --tree")):
+            message += f"; more are in the folder {', '.join(gone)}: restore what is missing"
+        fail(self.prog, f"{message}; see --help")
+
+
+def add_flag(parser: Any, f: Field, **further: Any) -> None:
+    """Add an option to a parser. further: arguments of argparse that replace those of its type"""
+    default = "" if f.default in ("", None, False, ()) else f" (default: {f.default})"
+    given: dict[str, Any] = {"help": (f.metadata["help"] + default).replace("%", "%%")}
+    if f.type in SWITCHES:
+        given["action"] = "store_true"
+    else:
+        given |= {"type": NUMBERS.get(f.type, str), "choices": f.metadata["choices"]}
+    others = [f"--{f.metadata['alias']}", f"-{f.metadata['short']}"]
+    flags = [f"--{f.name}", *(flag for flag in others if flag.strip("-"))]
+    parser.add_argument(*flags, dest=f.name, **given | further)
+
+
+def check_number(name: str, f: Field, value: Any) -> None:
+    """Check a number; a default may lie below its range, as 0 for automatic. name: in the message
+
+    Raises: ValueError for another kind of value, or one out of its range.
+    """
+    least, above, most = (f.metadata[bound] for bound in ("least", "above", "most"))
+    kinds = (Integral, "whole number") if f.type == "int" else (Real, "number")
+    is_number = isinstance(value, kinds[0]) and not isinstance(value, bool) and value == value
+    require(is_number, f"{name} must be a {kinds[1]}; it is {value!r}")
+    if value != f.default:
+        in_range = above is None or above < value <= most
+        require(in_range, f"{name} must be in ({above}, {most}]; it is {value}")
+        require(least is None or value >= least, f"{name} must be at least {least}; it is {value}")
+        require(value <= most, f"{name} must be at most {most}; it is {value}")
 
 
 def read_options(argv: list[str] | None = None) -> Options:
-    """Read the command line. Exits with status 2 on a mistake."""
-    parser = _Parser(prog="generate.py", description="Generate text, exactly, with draft trees.")
+    """Read the command line. Exits with status 2. Raises: ValueError for a number out of range."""
+    about = "Generate text, exactly, with draft trees."
+    parser = Parser(prog="generate.py", description=about, argument_default=argparse.SUPPRESS)
     for f in fields(Options):
-        if f.type in ("bool", "bool | None"):
-            parser.add_argument(f"--{f.name}", action="store_true", help=f.metadata["help"])
-            continue
-        kind = {"int": int, "float": float}.get(f.type, str)
-        help = f.metadata["help"].replace("%", "%%")
-        choices = f.metadata["choices"]
-        parser.add_argument(f"--{f.name}", type=kind, default=f.default, choices=choices, help=help)
-    given = Options(**vars(parser.parse_args(argv)))
-    with one_line_errors("generate.py"):
-        for f in fields(Options):
-            least = f.metadata["least"]
-            value = getattr(given, f.name)
-            fault = f"--{f.name} must be {least} to {f.metadata['most']}; it is {value}"
-            require(least is None or least <= value <= f.metadata["most"], fault)
-        require(0 < given.top_p <= 1, f"--top_p must be in (0, 1]; it is {given.top_p}")
-    return given
+        add_flag(parser, f)
+    given = vars(parser.parse_args(argv))
+    for f in fields(Options):
+        if f.name in given and f.type in NUMBERS:
+            check_number(f"--{f.name}", f, given[f.name])
+    return Options(**given)
 
 
 def parse_prompt_ids(text: str) -> list[int]:
@@ -263,10 +272,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def log_note(text: str) -> None:
-    """Tell a person what was done, in one line, by the logger `gpt_eagle`.
-
-    A command prints the line; a Python caller configures the logger.
-    """
+    """Log a line that tells a person what was done. A command prints it."""
     NOTES.warning(text, stacklevel=2)
 
 
@@ -295,5 +301,9 @@ def one_line_errors(program: str) -> Iterator[None]:
         yield
     except ValueError as error:
         fail(program, str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports it

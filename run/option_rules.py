@@ -1,77 +1,118 @@
-"""Conditions for an option of generate.py to have the effect that it is asked for.
-
-An option names its conditions (`needs`), and `GenerateConfig.check_needs` reports the first that a
-given option does not meet. This module needs no torch.
-"""
+"""What options of generate.py need to have an effect: one table. No torch is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+from options import require
 from run.methods import spec_of
+from run.parsing import flag_of
 
 
 class Need(NamedTuple):
-    """A condition for an option to have an effect."""
+    """A condition for options to have an effect."""
 
+    names: tuple[str, ...]
     text: str  # follows the option's name in the message; {0} is the options
     met: Callable[[Any], bool]  # of the options, a GenerateConfig
 
 
-def only_with(draft: str) -> Need:
-    """Return the condition that a method is asked for by name."""
-    return Need(f"belongs to --draft {draft}; add that", lambda o: o.draft == draft)
-
-
-# the draft
-HEAD = Need("does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head)
-EXACT = Need("takes no --accept residual; drop one of them", lambda o: o.accept == "exact")
-INT4 = Need("belongs to int4; add --quant int4", lambda o: "int4" in (o.quant, o.quant_draft))
-
-# the tree
-SIZED = Need(
-    "does nothing with --draft {0.draft}, which has no choice of trees; drop it",
-    lambda o: spec_of(o).trees != (),
-)
-GROWS = Need(SIZED.text, lambda o: spec_of(o).scores_children)
-LEVELS = Need(
-    "belongs to dynamic trees and chains, not to a static one; drop it",
-    lambda o: spec_of(o).scores_children and o.tree_shape != "static",
-)
 GROWN = Need(
+    ("tree_topk", "tree_size"),
     "belongs to --tree dynamic and auto; drop it",
     lambda o: (
         o.tree_shape in ("dynamic", "auto") or (spec_of(o).static_size_option and not o.tree_file)
     ),
 )
-
-# the tokens
-SAMPLED = Need("has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0)
-XTC = Need("belongs to XTC; set xtc_probability", lambda o: o.xtc_probability > 0)
-DRY = Need("belongs to DRY; set dry_multiplier", lambda o: o.dry_multiplier > 0)
-REPEATS = Need(
-    "belongs to penalties; set repetition_penalty, presence_penalty or frequency_penalty",
-    lambda o: o.repetition_penalty != 1 or o.presence_penalty or o.frequency_penalty,
-)
-RULE = Need(
-    "belongs to heads, draft models and --draft ngram; drop it", lambda o: spec_of(o).residual
-)
-FIXED = Need(  # the residual rule's tokens follow the tree, and --tree auto goes by a clock
-    "needs a tree of one size; --tree auto changes it: use --tree dynamic",
-    lambda o: o.tree != "auto",
-)
-
-# the run
-NOT_COMPILED = Need("is the opposite of --compile; drop one of them", lambda o: not o.compile)
-TEXT = Need(
-    "renders text; it cannot go with prompt_ids",
-    lambda o: o.prompt_ids is None or o.chat == "none",
-)
-CHAT = Need(
-    "belongs to a chat template; drop --chat none or prompt_ids",
-    lambda o: o.chat != "none" and o.prompt_ids is None,
-)
 NOT_CHAT = Need(
-    "cannot go with --interactive, which is one conversation", lambda o: not o.interactive
+    ("num_samples", "batch_size", "compare", "json", "trace", "profile"),
+    "cannot go with --interactive, which is one conversation",
+    lambda o: not o.interactive,
 )
+SAMPLED = Need(
+    (
+        "children", "accept", "num_samples", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p",
+        "xtc_probability",
+    ),
+    "has no effect at temperature 0; set --temperature",
+    lambda o: o.temperature > 0,
+)  # fmt: skip
+NO_TREES = "does nothing with --draft {0.draft}, which has no choice of trees; drop it"
+NEEDS = (  # of several that an option has, the first is reported
+    # the weights
+    Need(
+        ("group_size",),
+        "belongs to int4; add --quant int4",
+        lambda o: "int4" in (o.quant, o.quant_draft),
+    ),
+    Need(
+        ("random",),
+        "takes no --accept residual; drop one of them",
+        lambda o: o.accept == "exact",
+    ),
+    Need(("plain",), "is the opposite of --compile; drop one of them", lambda o: not o.compile),
+    # the draft
+    Need(("head",), "does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head),
+    Need(("draft_checkpoint",), "belongs to --draft model; add that", lambda o: o.draft == "model"),
+    Need(("datastore",), "belongs to --draft rest; add that", lambda o: o.draft == "rest"),
+    Need(("tree", "tree_file", "tree_size"), NO_TREES, lambda o: spec_of(o).trees != ()),
+    Need(("quant_draft", "children", "tree_topk"), NO_TREES, lambda o: spec_of(o).scores_children),
+    Need(
+        ("tree_depth",),
+        "belongs to dynamic trees and chains, not to a static one; drop it",
+        lambda o: spec_of(o).scores_children and o.tree_shape != "static",
+    ),
+    GROWN,
+    Need(
+        ("accept",),
+        "belongs to heads, draft models and --draft ngram; drop it",
+        lambda o: spec_of(o).residual,
+    ),
+    # the prompt
+    Need(
+        ("chat",),
+        "renders text; it cannot go with prompt_ids",
+        lambda o: o.prompt_ids is None or o.chat == "none",
+    ),
+    Need(
+        ("system",),
+        "belongs to a chat template; drop --chat none or prompt_ids",
+        lambda o: o.chat != "none" and o.prompt_ids is None,
+    ),
+    NOT_CHAT,
+    # the tokens
+    SAMPLED,
+    Need(  # the residual rule's tokens follow the tree, and --tree auto goes by a clock
+        ("accept",),
+        "needs a tree of one size; --tree auto changes it: use --tree dynamic",
+        lambda o: o.tree != "auto",
+    ),
+    Need(
+        ("xtc_threshold",), "belongs to XTC; set xtc_probability", lambda o: o.xtc_probability > 0
+    ),
+    Need(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        "belongs to DRY; set dry_multiplier",
+        lambda o: o.dry_multiplier > 0,
+    ),
+    Need(
+        ("repeat_last_n",),
+        "belongs to penalties; set repetition_penalty, presence_penalty or frequency_penalty",
+        lambda o: o.repetition_penalty != 1 or o.presence_penalty or o.frequency_penalty,
+    ),
+)
+
+
+def check_needs(options: Any) -> None:
+    """Check that every given option has an effect. Raises: ValueError for one that has none."""
+    for f in fields(options):
+        if getattr(options, f.name) != f.default:
+            for need in needs_of(f.name):
+                require(need.met(options), f"{flag_of(f)} {need.text.format(options)}")
+
+
+def needs_of(name: str) -> list[Need]:
+    """Return the needs of an option."""
+    return [need for need in NEEDS if name in need.names]

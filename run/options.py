@@ -1,8 +1,9 @@
-"""Every option of generate.py, once: its default, help text, flag, and condition to have an effect.
+"""Every option of generate.py, once: its default, help text, flag and range.
 
-`GenerateConfig.check` refuses values and combinations that cannot work, so that Python callers and
-the command line get the same messages. The parts of `--tree` and the rarer parameters of sampling
-come last: they are options of a call from Python, of `/set` in a chat, and of requests.
+From the fields of `GenerateConfig` come the parser, the checks and the tables of docs/USAGE.md;
+`check` refuses what cannot work, so that Python callers and the command line get the same messages.
+The parts of `--tree` and the rarer parameters of sampling come last: they are options of a call
+from Python, of `/set` in a chat, and of requests. What an option needs is in run/option_rules.py.
 No torch is imported, so that a mistake is reported before it is.
 Not here: reading a command line (run/parsing.py); reading prompts (run/prompts.py).
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import namedtuple
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from draft_tree import (
     EAGLE1_PATHS,
@@ -39,113 +41,44 @@ from options import ROOT as ROOT
 from options import Options, part_or, require
 from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
-from run.option_rules import (
-    CHAT,
-    DRY,
-    EXACT,
-    FIXED,
-    GROWN,
-    GROWS,
-    HEAD,
-    INT4,
-    LEVELS,
-    NOT_CHAT,
-    NOT_COMPILED,
-    REPEATS,
-    RULE,
-    SAMPLED,
-    SIZED,
-    TEXT,
-    XTC,
-    only_with,
-)
-from run.parsing import check_kinds, check_ranges, flag_of, processors
+from run.option_rules import GROWN, check_needs
+from run.parsing import check_values, flag_of, processors
 from run.tree_paths import MEDUSA_PATHS, read_tree
 
 check_switches = part_or("machine", "check_switches", lambda: None)
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
-MOST_BREAKERS = 64
 MOST_BIAS = 100  # as OpenAI's
 MOST_BIASES = 1024  # tokens of a request with a bias
 MOST_BAD_WORDS = 64
 
-
-class Sampling(NamedTuple):
-    """The parameters that turn the target's logits into a distribution (sampling.py)."""
-
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of most likely tokens with at least this mass
-    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
-    top_n_sigma: float = -1.0  # standard deviations below the best score; up to 0 keeps all
-    typical_p: float = 1.0  # keep the tokens of the most usual information with this mass
-    xtc_probability: float = 0.0  # of dropping all but the least likely of the tokens
-    xtc_threshold: float = 0.1  # with at least this probability
-    # of tokens that the text has already (drafts/penalties.py); 1, 0 and 0 are off
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repeat_last_n: int = -1  # tokens that these look back at; -1: all
-    # of tokens that would prolong a repeat
-    dry_multiplier: float = 0.0  # 0 is off
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2  # tokens
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = BREAKERS
-    logit_bias: str = ""  # JSON, {"token id": number to add, ...}
-    # masks
-    min_tokens: int = 0  # of an answer before it may end
-    bad_words: tuple[str, ...] = ()  # that no answer may have
-    allowed_token_ids: str = ""  # the only tokens of answers, as 5,17,3; "": all are
-
-    @property
-    def rescores(self) -> bool:
-        """Return whether scores change by biases and masks, or by the text before them."""
-        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        masks = (self.min_tokens, self.bad_words, self.allowed_token_ids)
-        return any((*penalties, self.dry_multiplier > 0, self.logit_bias, *masks))
-
-    @property
-    def is_shaped(self) -> bool:
-        """Return whether more than the parameters of the flat files changes the distribution."""
-        cuts = (self.top_n_sigma > 0, self.typical_p < 1, self.xtc_probability > 0)
-        return self.rescores or (self.temperature > 0 and any(cuts))
-
-
-DEFAULTS = Sampling()._asdict()
-# of these, what has no effect at temperature 0
-OF_DRAWS = Sampling._fields[: Sampling._fields.index("repetition_penalty")]
-
 parameter = partial(option, flag=False)  # of a call, and not of the command line
-
-# titles of the help and their options
-GROUPS = {
-    "the model": (
-        "checkpoint", "quant", "group_size", "keep_blocks", "random", "context", "kv", "device",
-        "dtype", "threads", "compile", "plain",
-    ),
-    "the draft (the text is the same with any of it)": (
-        "draft", "head", "draft_checkpoint", "datastore", "tree", "quant_draft", "children",
-    ),
-    "the prompt": ("prompt", "prompt_file", "prompt_ids", "interactive", "chat", "system"),
-    "the answer": (
-        "max_new_tokens", "ignore_eos", "stop", "grammar", "num_samples", "batch_size",
-    ),
-    "sampling": (
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "dry_multiplier", "seed", "accept",
-    ),
-    "the output": ("compare", "json", "trace", "profile"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GenerateConfig(Options):
     """Options of a run. Units and effects are in the help texts."""
 
-    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = GROUPS
+    # titles of the help and their options
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "the model": (
+            "checkpoint", "quant", "group_size", "keep_blocks", "random", "context", "kv", "device",
+            "dtype", "threads", "compile", "plain",
+        ),
+        "the draft (the text is the same with any of it)": (
+            "draft", "head", "draft_checkpoint", "datastore", "tree", "quant_draft", "children",
+        ),
+        "the prompt": ("prompt", "prompt_file", "prompt_ids", "interactive", "chat", "system"),
+        "the answer": (
+            "max_new_tokens", "ignore_eos", "stop", "grammar", "num_samples", "batch_size",
+        ),
+        "sampling": (
+            "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "dry_multiplier", "seed", "accept",
+        ),
+        "the output": ("compare", "json", "trace", "profile"),
+    }  # fmt: skip
 
     checkpoint: str = option(
         DEFAULT,
@@ -170,7 +103,6 @@ class GenerateConfig(Options):
         0,
         "inputs that share a scale in int4: 32, 64 or 128; default: 64, or 32 where 64 does not "
         "fit",
-        needs=(INT4,),
     )
     keep_blocks: bool = option(
         False,
@@ -182,13 +114,11 @@ class GenerateConfig(Options):
         "",
         "random weights in this shape, as llama2-7b or a config.json, and a head of it: for rates "
         "alone, as the text means nothing; by default the tokenizer is that of checkpoints/demo",
-        needs=(EXACT,),
     )
     plain: bool = option(
         False,
         "run PyTorch in place of our operators and captured graphs, from now on in this process: "
         "slow, and what one edits in model.py and backends/ is what runs",
-        needs=(NOT_COMPILED,),
     )
     draft: str = option(
         "",
@@ -201,15 +131,10 @@ class GenerateConfig(Options):
         "",
         "a trained head of any kind, a directory or a GGUF file; default: the checkpoint's name "
         "with -eagle, or with another --draft behind it, if it exists",
-        needs=(HEAD,),
         alias="eagle",
     )
-    draft_checkpoint: str = option(
-        "", "the model of --draft model: a directory or a GGUF file", needs=(only_with("model"),)
-    )
-    datastore: str = option(
-        "", "texts of --draft rest, from scripts/build_datastore.py", needs=(only_with("rest"),)
-    )
+    draft_checkpoint: str = option("", "the model of --draft model: a directory or a GGUF file")
+    datastore: str = option("", "texts of --draft rest, from scripts/build_datastore.py")
     tree: str = option(
         "",
         "shape of the draft tree: auto, chain:3, dynamic:6,8,32 (levels, children of a node, nodes "
@@ -220,7 +145,6 @@ class GenerateConfig(Options):
         "where only that can do what is asked for and with torchrun; without the folder drafts/ "
         "dynamic on CUDA, chain on a CPU",
         tuple(SHAPES),
-        needs=(SIZED,),
         parts=parse_tree,
     )
     quant_draft: str = option(
@@ -228,7 +152,6 @@ class GenerateConfig(Options):
         "round the draft's weights; default: as its files in 8 or 4 bits, else as the target; "
         "beside a 16-bit target int8 on a CPU, on CUDA int4 for a head",
         ("none", *FORMAT_NAMES),
-        needs=(GROWS,),
     )
     children: str = option(
         "",
@@ -236,14 +159,12 @@ class GenerateConfig(Options):
         "noise, or sampled without replacement; default: noise, and with --accept residual sampled "
         "(topk on dynamic trees)",
         ("topk", "noise", "sampled"),
-        needs=(GROWS, SAMPLED),
     )
     accept: str = option(
         "exact",
         "exact: the same tokens as vanilla; residual: the papers' rule, other tokens of the same "
         "distribution",
         ("exact", "residual"),
-        needs=(RULE, SAMPLED, FIXED),
     )
     prompt: str | None = option(
         None,
@@ -258,13 +179,11 @@ class GenerateConfig(Options):
         None,
         "chat template: the built-in one named, or none for plain continuation; default, and "
         "without a name: the checkpoint's own, if it has one",
-        needs=(TEXT,),
         optional=True,
     )
     system: str | None = option(
         None,
         "system message of the chat, '' for an empty one; default: the template's own",
-        needs=(CHAT,),
     )
     grammar: str = option(
         "",
@@ -280,19 +199,9 @@ class GenerateConfig(Options):
     stop: tuple[str, ...] = option(
         (), "text that ends an answer and is left out; it may be given several times"
     )
-    num_samples: int = option(
-        1, "answers to each prompt", needs=(NOT_CHAT, SAMPLED), least=1, most=10**6
-    )
-    batch_size: int = option(1, "sequences decoded together", needs=(NOT_CHAT,), least=1)
-    top_k: int = option(0, "sample among the k likeliest tokens; 0: all", needs=(SAMPLED,), least=0)
-    top_p: float = option(
-        1.0,
-        "sample among the likeliest tokens whose probabilities add up to this",
-        needs=(SAMPLED,),
-    )
-    min_p: float = option(
-        0.0, "drop tokens below this share of the likeliest", needs=(SAMPLED,), least=0, most=1
-    )
+    num_samples: int = option(1, "answers to each prompt", least=1, most=10**6)
+    batch_size: int = option(1, "sequences decoded together", least=1)
+    min_p: float = option(0.0, "drop tokens below this share of the likeliest", least=0, most=1)
     repetition_penalty: float = option(
         1.0,
         "divide the scores of tokens that the text has already by this; 1.1 to 1.2 end most loops",
@@ -320,24 +229,15 @@ class GenerateConfig(Options):
         least=0,
         most=2**64 - 1,
     )
-    compare: bool = option(
-        False,
-        "also decode without drafting, check that the tokens agree, print the speedup",
-        needs=(NOT_CHAT,),
-    )
-    json: str = option("", "write results to this file; - is standard output", needs=(NOT_CHAT,))
-    trace: str = option(
-        "", "write one JSON line per cycle and sequence; - is standard output", needs=(NOT_CHAT,)
-    )
+    trace: str = option("", "write one JSON line per cycle and sequence; - is standard output")
 
-    profile: str = option("", "write a profiler trace (chrome://tracing)", needs=(NOT_CHAT,))
+    profile: str = option("", "write a profiler trace (chrome://tracing)")
 
     # what --tree stands for
-    tree_file: str = parameter("", "the file of --tree", needs=(SIZED,), spelled="--tree")
+    tree_file: str = parameter("", "the file of --tree", spelled="--tree")
     tree_depth: int = parameter(
         0,
         "levels (auto: at most); default: 6, or as many as the head has",
-        needs=(LEVELS,),
         least=1,
         most=MAX_NODES - 1,
         spelled="LEVELS of --tree (tree_depth)",
@@ -346,7 +246,6 @@ class GenerateConfig(Options):
         0,
         "children of a node, and nodes expanded per level (auto: at most); default: 10, on a CPU "
         "4, in bf16 on AMX tiles 8",
-        needs=(GROWS, GROWN),
         least=1,
         spelled="CHILDREN of --tree (tree_topk)",
     )
@@ -354,7 +253,6 @@ class GenerateConfig(Options):
         0,
         "nodes, verified ones, root included (auto: at most); default: 60, with int4 on CUDA 32, "
         "on a CPU 16, in bf16 on AMX tiles 32",
-        needs=(SIZED, GROWN),
         least=2,
         most=MAX_NODES,
         spelled="NODES of --tree (tree_size)",
@@ -364,43 +262,37 @@ class GenerateConfig(Options):
     repeat_last_n: int = parameter(
         -1,
         "tokens that repetition, presence and frequency penalties look back at; -1: all",
-        needs=(REPEATS,),
         least=-1,
     )
     logit_bias: str = parameter("", 'add to the scores of tokens, as {"15043": -100, "29991": 5}')
     min_tokens: int = parameter(0, "tokens of an answer before it may end", least=0)
-    bad_words: tuple[str, ...] = parameter((), "texts that no answer may have")
+    bad_words: tuple[str, ...] = parameter((), "texts that no answer may have", most=MOST_BAD_WORDS)
     allowed_token_ids: str = parameter("", "the only tokens of answers, as 5,17,3")
     top_n_sigma: float = parameter(
         -1.0,
         "keep tokens within so many standard deviations of the best score; -1: all",
-        needs=(SAMPLED,),
         least=-1,
     )
     typical_p: float = parameter(
         1.0,
         "sample among the tokens of the most usual information whose probabilities add up to this",
-        needs=(SAMPLED,),
+        above=0,
+        most=1,
     )
     xtc_probability: float = parameter(
         0.0,
         "XTC: at so many of the tokens, drop all but the least likely of those above xtc_threshold",
-        needs=(SAMPLED,),
         least=0,
         most=1,
     )
     xtc_threshold: float = parameter(
-        0.1, "probability of tokens that XTC may drop", needs=(XTC,), least=0, most=1
+        0.1, "probability of tokens that XTC may drop", least=0, most=1
     )
-    dry_base: float = parameter(1.75, "of DRY", needs=(DRY,), least=1, most=4)
-    dry_allowed_length: int = parameter(
-        2, "shortest repeat that DRY acts on, in tokens", needs=(DRY,), least=1
-    )
-    dry_penalty_last_n: int = parameter(
-        -1, "tokens that DRY looks back at; -1: all", needs=(DRY,), least=-1
-    )
+    dry_base: float = parameter(1.75, "of DRY", least=1, most=4)
+    dry_allowed_length: int = parameter(2, "shortest repeat that DRY acts on, in tokens", least=1)
+    dry_penalty_last_n: int = parameter(-1, "tokens that DRY looks back at; -1: all", least=-1)
     dry_sequence_breakers: tuple[str, ...] = parameter(
-        BREAKERS, "texts at which DRY's repeats end", needs=(DRY,)
+        BREAKERS, "texts at which DRY's repeats end", most=64
     )
 
     def __post_init__(self):
@@ -411,7 +303,7 @@ class GenerateConfig(Options):
     @property
     def sampling(self) -> Sampling:
         """The parameters of the target's distribution."""
-        return Sampling(*(getattr(self, name) for name in Sampling._fields))
+        return Sampling(*(getattr(self, name) for name in SAMPLING))
 
     @property
     def has_schema(self) -> bool:
@@ -474,57 +366,43 @@ class GenerateConfig(Options):
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
         check_switches()
+        check_values(self)
         self._check_names()
-        self.check_numbers()
-        self.check_needs()
+        self._check_texts()
+        check_needs(self)
         self._check_values()
         self._check_files()
         self._check_tree()
         if self.accept == "residual":
             self._check_residual()
-            self.check_acceptance()
+            self._check_acceptance()
 
-    def check_numbers(self) -> None:
-        """Check the numbers alone, also those in texts.
+    def check_request(self) -> None:
+        """Check what a request may change.
 
-        Raises: ValueError for one that is out of its range.
+        Raises: ValueError for a value that cannot be, and where `accept` does not allow it.
         """
-        check_ranges(self)
-        require(0 < self.top_p <= 1, f"--top_p must be in (0, 1]; it is {self.top_p}")
-        typical_fault = f"typical_p must be in (0, 1]; it is {self.typical_p}"
-        require(0 < self.typical_p <= 1, typical_fault)
-        count = len(self.dry_sequence_breakers)
-        breakers_fault = f"dry_sequence_breakers may have {MOST_BREAKERS} texts, not {count}"
-        require(count <= MOST_BREAKERS, breakers_fault)
-        words_fault = f"bad_words may have {MOST_BAD_WORDS} texts, not {len(self.bad_words)}"
-        require(len(self.bad_words) <= MOST_BAD_WORDS, words_fault)
+        check_values(self)
+        self._check_texts()
+        self._check_acceptance()
+
+    def _check_texts(self) -> None:
         parse_biases(self.logit_bias)
         parse_ids(self.allowed_token_ids)
         fault = "penalties and rarer cuts are in the folder drafts/, which is not here; restore it"
         require(not self.sampling.is_shaped or has_drafts(), fault)
 
-    def check_acceptance(self) -> None:
-        """Check that the rule of acceptance allows these parameters of sampling.
-
-        Raises: ValueError.
-        """
+    def _check_acceptance(self) -> None:
+        """Check that the rule of acceptance allows these parameters of sampling."""
         if self.accept == "exact":
             return
         require(self.temperature > 0, "--accept residual needs a temperature above 0; raise it")
-        own = self.sampling
-        others = [name for name in Sampling._fields[4:] if getattr(own, name) != DEFAULTS[name]]
+        usual = Sampling()
+        others = [name for name in SAMPLING[4:] if getattr(self, name) != getattr(usual, name)]
         fault = f"{', '.join(others)} cannot go with --accept residual; drop that"
         require(not others, fault)
 
-    def check_needs(self) -> None:
-        """Check that every option has an effect. Raises: ValueError for one that has none."""
-        for f in fields(self):
-            if getattr(self, f.name) != f.default:
-                for need in f.metadata["needs"]:
-                    require(need.met(self), f"{flag_of(f)} {need.text.format(self)}")
-
     def _check_names(self) -> None:
-        check_kinds(self)
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, str) and f.name not in ("prompt", "system"):
@@ -591,6 +469,40 @@ class GenerateConfig(Options):
             complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
             gap = f"ranks without gaps; before {path} another is missing: add it"
             require(complete, f"--accept residual needs {gap}")
+
+
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_probability",
+    "xtc_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "logit_bias", "min_tokens", "bad_words", "allowed_token_ids",
+)  # fmt: skip
+# of these, what has no effect at temperature 0
+OF_DRAWS = SAMPLING[: SAMPLING.index("repetition_penalty")]
+
+
+class Sampling(
+    namedtuple("Sampling", SAMPLING, defaults=[getattr(GenerateConfig, name) for name in SAMPLING])
+):
+    """The parameters that turn the target's logits into a distribution (sampling.py).
+
+    Their types, defaults and meanings are those of `GenerateConfig`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def rescores(self) -> bool:
+        """Return whether scores change by biases and masks, or by the text before them."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        masks = (self.min_tokens, self.bad_words, self.allowed_token_ids)
+        return any((*penalties, self.dry_multiplier > 0, self.logit_bias, *masks))
+
+    @property
+    def is_shaped(self) -> bool:
+        """Return whether more than the parameters of the flat files changes the distribution."""
+        cuts = (self.top_n_sigma > 0, self.typical_p < 1, self.xtc_probability > 0)
+        return self.rescores or (self.temperature > 0 and any(cuts))
 
 
 def parse_biases(text: str) -> dict[int, float]:

@@ -20,16 +20,25 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import Field, fields
-from numbers import Integral, Real
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-from options import MOST, NOTES, PREFIX, fail, refuse_words, require
+from options import (
+    MOST,
+    NOTES,
+    NUMBERS,
+    PREFIX,
+    SWITCHES,
+    Parser,
+    add_flag,
+    check_number,
+    fail,
+    require,
+)
 from options import one_line_errors as mistakes_in_one_line
 from options import option as option
 
 VERSION = "0.1.0"  # as in pyproject.toml
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
-SWITCHES = ("bool", "bool | None")  # the types of an option without a value; None: by default
 # of requirements.txt
 PACKAGES = (
     "torch", "sentencepiece", "safetensors", "numpy", "jinja2", "huggingface_hub", "filelock",
@@ -87,60 +96,33 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def check_ranges(options: Any) -> None:
-    """Check the numbers of a dataclass of options.
+def check_values(options: Any) -> None:
+    """Check each value alone: its kind, that a name is among its choices, a number in its range.
 
-    Raises: ValueError for a number that is out of its range.
-    """
-    for f in fields(options):
-        if f.type in ("int", "float"):
-            _check_range(f, getattr(options, f.name))
-
-
-def check_kinds(options: Any) -> None:
-    """Check what the parser checks on a command line: flags, texts, and names among the choices.
-
-    Raises: ValueError for another kind of value, or name.
+    Raises: ValueError.
     """
     for f in fields(options):
         value = getattr(options, f.name)
         choices = f.metadata["choices"]
-        if f.type in ("int", "float"):
-            continue
-        if f.type in SWITCHES:
-            fault = f"{flag_of(f)} must be True or False; it is {value!r}"
-            require(isinstance(value, bool) or value is f.default, fault)
+        name = flag_of(f)
+        if f.type in NUMBERS:
+            check_number(name, f, value)
+        elif f.type in SWITCHES:
+            is_switch = isinstance(value, bool) or value is f.default
+            require(is_switch, f"{name} must be True or False; it is {value!r}")
         elif f.type == SEVERAL:
             texts = isinstance(value, tuple) and all(isinstance(t, str) and t for t in value)
-            require(texts, f"{flag_of(f)} must be texts that are not empty; it is {value!r}")
+            require(texts, f"{name} must be texts that are not empty; it is {value!r}")
+            most = f.metadata["most"]
+            require(len(value) <= most, f"{name} may have {most} texts, not {len(value)}")
         elif value != f.default:
-            require(isinstance(value, str), f"{flag_of(f)} must be a text; it is {value!r}")
-            known = f"{flag_of(f)} must be one of {', '.join(choices or ())}; it is {value!r}"
+            require(isinstance(value, str), f"{name} must be a text; it is {value!r}")
+            known = f"{name} must be one of {', '.join(choices or ())}; it is {value!r}"
             require(not choices or value in choices, known)
 
 
-def _check_range(f: Field, value: Any, given: bool = False) -> None:
-    """Check a number. given: by a user; the default may lie below the range, as 0 for automatic."""
-    least = f.metadata["least"]
-    most = f.metadata["most"]
-    if f.type == "int":
-        number = Integral
-        kind = "whole number"
-    else:
-        number = Real
-        kind = "number"
-    is_number = isinstance(value, number) and not isinstance(value, bool)
-    is_number = is_number and value == value  # not a NaN
-    require(is_number, f"{flag_of(f)} must be a {kind}; it is {value!r}")
-    require(
-        least is None or value >= least or (value == f.default and not given),
-        f"{flag_of(f)} must be at least {least}; it is {value}",
-    )
-    require(value <= most, f"{flag_of(f)} must be at most {most}; it is {value}")
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error on one line, without the usage block."""
+class _Parser(Parser):
+    """A parser with hints and with a help that may fail."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all words; a hint goes with a flag that is not there."""
@@ -150,9 +132,6 @@ class _Parser(argparse.ArgumentParser):
             hint = did_you_mean(flag, self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known
-
-    def error(self, message: str) -> NoReturn:
-        refuse_words(self.prog, message)
 
     def print_help(self, file: IO[str] | None = None) -> None:
         """Print the help; argparse keeps quiet where the output is full."""
@@ -204,11 +183,10 @@ def parse_given(
     values = vars(parser.parse_args([_with_underscores(word) for word in argv]))
     with one_line_errors(program):
         given = by_names(options, values)
-        made = options(**given)
         for f in fields(options):
-            if f.name in given and f.type in ("int", "float"):
-                _check_range(f, given[f.name], given=True)
-    return made, set(given)
+            if f.name in given and f.type in NUMBERS:
+                check_number(flag_of(f), f, given[f.name])
+        return options(**given), set(given)
 
 
 def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
@@ -234,9 +212,9 @@ def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
 def _value_of(f: Field, text: str) -> Any:
     if f.type in SWITCHES:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if f.type in ("int", "float"):
+    if f.type in NUMBERS:
         with suppress(ValueError):
-            return int(text) if f.type == "int" else float(text)
+            return NUMBERS[f.type](text)
     return text
 
 
@@ -264,33 +242,17 @@ def _utf8_arguments() -> list[str]:
 
 
 def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
-    default = ""
-    if f.default not in ("", None, False, ()):
-        default = f" (default: {f.default})"
-    help = (f.metadata["help"] + default).replace("%", "%%")
-    arguments: dict[str, Any] = {"help": help}
-    if f.type in SWITCHES:
-        arguments["action"] = "store_true"
-    else:
-        arguments["type"] = {"int": int, "float": float}.get(str(f.type), str)
-        arguments["choices"] = f.metadata["choices"]
-    if "parts" in f.metadata:  # which checks the text
-        arguments |= {"choices": None, "metavar": "|".join(f.metadata["choices"])}
-    if f.type == SEVERAL:
-        arguments |= {"action": "append", "metavar": "TEXT"}
-    if f.metadata.get("optional"):
-        arguments |= {"nargs": "?", "const": "", "metavar": "NAME"}
-    names = [f"--{f.name}"]
-    if f.metadata["alias"]:
-        names.append(f"--{f.metadata['alias']}")
-    if f.metadata["short"]:
-        names.append(f"-{f.metadata['short']}")
-    if len(names) > 1:
-        arguments["dest"] = f.name
     if f.metadata.get("positional"):
-        names = [f.name]
-        arguments["nargs"] = "?"  # a positional argument may be left out, as every option
-    parser.add_argument(*names, **arguments)
+        parser.add_argument(f.name, nargs="?", help=f.metadata["help"])  # as a flag it may miss
+        return
+    further: dict[str, Any] = {}
+    if "parts" in f.metadata:  # which checks the text
+        further = {"choices": None, "metavar": "|".join(f.metadata["choices"])}
+    if f.type == SEVERAL:
+        further = {"action": "append", "metavar": "TEXT"}
+    if f.metadata.get("optional"):
+        further = {"nargs": "?", "const": "", "metavar": "NAME"}
+    add_flag(parser, f, **further)
     if f.metadata.get("bare"):  # it may stand without its flag, too
         parser.add_argument(f.name, nargs="?", help=argparse.SUPPRESS)
 
@@ -331,9 +293,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         if error.errno == errno.ENOSPC and error.filename is None:
             _drop_output()
             fail(program, f"cannot write standard output: {error.strerror}; name a file or a pipe")
-        if error.filename is None:
-            raise
-        fail(program, f"cannot use {error.filename}: {error.strerror}; name another file")
+        raise
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this module does not import
             raise

@@ -17,13 +17,13 @@ from typing import Any
 
 from files.io import LocalError, parse_json, parse_jsonl, read_named
 from options import DEMO, one_line, parse_prompt_ids, require
-from run.option_rules import SAMPLED
-from run.options import DEFAULT, GenerateConfig, Sampling
-from run.parsing import SEVERAL, by_names, check_kinds
+from run.option_rules import SAMPLED, needs_of
+from run.options import DEFAULT, SAMPLING, GenerateConfig, Sampling
+from run.parsing import SEVERAL, by_names
 
 PROMPTS = ((DEFAULT, "What is the capital of Italy?"), (DEMO, "def read_lines(path):"))
 Conversation = list[str] | list[int]  # turns of text, or the token ids of a single prompt
-OF_A_PROMPT = {*Sampling._fields, "seed"}
+OF_A_PROMPT = {*SAMPLING, "seed"}
 # options that are lists of texts themselves
 LISTS = {f.name for f in fields(GenerateConfig) if f.type == SEVERAL}
 OF_A_CALL = {"max_new_tokens", "num_samples", "stop", *OF_A_PROMPT}
@@ -205,30 +205,24 @@ def with_options(
     config = replace(
         engine.config, **{name: options[name] for name in options.keys() - several.keys()}
     )
-    check_kinds(config)
-    config.check_numbers()
-    draws = []
     owns = []  # config of each prompt
     for number in range(count):
         each = {name: values[number] for name, values in several.items()}
         own = replace(config, **by_names(GenerateConfig, each))
-        check_kinds(own)
+        own.check_request()
         fault = "num_samples has no effect at temperature 0; set temperature"
         require(own.num_samples == 1 or own.temperature > 0, fault)
-        own.check_numbers()
-        own.check_acceptance()
         engine.check_sampling(own.sampling)
-        draws.append((own.sampling, own.seed))
         owns.append(own)
     for f in fields(config):
         if options.get(f.name, f.default) == f.default:
             continue
-        for need in f.metadata["needs"]:
+        for need in needs_of(f.name):
             # one beside a temperature of 0 belongs to a row of calls
             in_a_row = need is SAMPLED and "temperature" in options
             has_effect = in_a_row or any(need.met(own) for own in owns)
             require(has_effect, f"{f.name} {need.text.replace('--', '')}")
-    return config, draws
+    return config, [(own.sampling, own.seed) for own in owns]
 
 
 def _is_for_each(name: str, value: Any) -> bool:

@@ -34,7 +34,7 @@ from files.io import StatusLine, has_colours, parse_json, read_named, write_text
 from run.drafted import Drafted, Spans
 from run.engine import Engine
 from run.methods import told_draft
-from run.option_rules import NOT_CHAT
+from run.option_rules import NOT_CHAT, needs_of
 from run.options import GenerateConfig
 from run.parsing import did_you_mean, read_settings
 from run.prompts import OF_A_CALL, answer_room, check_ids, for_one_answer
@@ -63,7 +63,7 @@ WITH_TEXT = ("set", "system", "save", "load")  # the others are turns where a te
 OPTIONS: dict[str, Field] = {
     f.name: f
     for f in fields(GenerateConfig)
-    if f.name in OF_A_CALL and NOT_CHAT not in f.metadata["needs"]
+    if f.name in OF_A_CALL and f.name not in NOT_CHAT.names
 }
 ALIASES = {f.metadata["alias"]: name for name, f in OPTIONS.items() if f.metadata["alias"]}
 NOTES_COLUMNS = 80  # at most
@@ -263,7 +263,7 @@ class Chat:
                 raise ValueError(str(error).replace("--", "/")) from None
             config = self.engine.config
         said = f"{name} is {_shown(getattr(config, name))}"
-        for need in OPTIONS[name].metadata["needs"]:
+        for need in needs_of(name):
             if not need.met(config):
                 said += f"; it {need.text.format(config).replace('--', '/')}"
         say(f"[{said}]")

@@ -16,6 +16,7 @@ from files.io import bundled_head, is_gguf
 from files.machine import has_cpu_operators
 from quantize import BLOCKS
 from run.methods import head_kinds
+from run.option_rules import check_needs
 from run.options import GenerateConfig
 
 
@@ -54,7 +55,7 @@ def resolve_draft(
     if not draft:
         draft = head_kind(Path(head)) if head else without_head
         if not head:
-            replace(config, draft=draft).check_needs()
+            check_needs(replace(config, draft=draft))
     if draft == MTP and not head:
         head = str(path)  # which holds it
     config = replace(config, draft=draft, head=head)

@@ -20,7 +20,7 @@ from files.thinking import Tags, closed, hidden_tags, opened_by
 from options import log_note, require
 from run.engine import Engine
 from run.options import GenerateConfig, Sampling
-from run.parsing import by_names, check_kinds
+from run.parsing import by_names
 from run.prompts import ContextOverflow, check_ids
 from run.tree_paths import DraftLimit
 from server.batcher import Refusal
@@ -168,9 +168,7 @@ class RequestReader:
             given["top_k"] = max(asked.top_k, 0)
         try:
             config = replace(self.config, **by_names(GenerateConfig, _as_options(given)))
-            check_kinds(config)
-            config.check_numbers()
-            config.check_acceptance()
+            config.check_request()
             self.engine.check_sampling(config.sampling)
         except ValueError as error:
             message = str(error).removeprefix("--")

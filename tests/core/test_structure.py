@@ -326,7 +326,6 @@ def test_mistakes_are_answered_before_torch_is_imported():
         "--tree dynamic:,,99": "must be at most 64; it is 99",
         "--tree dynamic:1,2,9": "needs 8 candidates",
         "--tree chain:a": "is none of them",
-        "--tree chain:0": "must be at least 1; it is 0",
         "--dtyp float32": "unrecognized arguments: --dtyp float32; did you mean --dtype?",
         "--dtype int3": "invalid choice: 'int3'",
         "--device tpu": "--device must be cpu or cuda; it is tpu",
