@@ -19,11 +19,9 @@ import json
 import sys
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +46,8 @@ from run.rank import of_ranks
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary
+from run.terminal import printer
 from run.tree_paths import ANY_TREE, DraftLimit
-
-
-@dataclass(eq=False, kw_only=True)
-class Turn(Request):
-    """A turn of a conversation."""
-
-    index: tuple[int, int, int]  # (prompt, sample, turn)
 
 
 @dataclass
@@ -69,10 +61,6 @@ class Result:
     prompt_tokens: list[int]
     stats: dict[str, Any]
     trace: list[dict]
-
-
-def ignore(_: list) -> None:
-    """Do nothing. The default of callbacks."""
 
 
 # ----------------------------------------------------------------------------------------- generate
@@ -128,6 +116,10 @@ def with_messages(engine: Engine, prompts: list) -> list:
     return conversations
 
 
+def nothing(_: list) -> None:
+    """Do nothing. The default of callbacks."""
+
+
 class Batch:
     """Conversations to decode, and their turns.
 
@@ -156,22 +148,21 @@ class Batch:
         if config.stop:
             need_tokenizer(engine)
         self.stats = Stats()
-        self.entries: list[Turn] = []
+        self.entries: list[Request] = []  # the decoded turns
         self.reading = ""  # how far prompts are read, for a person
         self.trace: list[dict] = []
         self.conversations = [as_conversation(prompt) for prompt in prompts]
         self.prompt_ids = [first_ids(engine, c) for c in self.conversations]
-        samples = range(engine.config.num_samples)
+        samples = range(config.num_samples)
         self.streams = [(prompt, sample) for prompt in range(len(prompts)) for sample in samples]
-        size = engine.config.batch_size
-        firsts = range(0, len(self.streams), size)
-        self.groups = [self.streams[first : first + size] for first in firsts]
+        firsts = range(0, len(self.streams), config.batch_size)
+        self.groups = [self.streams[first : first + config.batch_size] for first in firsts]
 
     def decode_all(
         self,
         streams: list[tuple[int, int]],
-        on_pieces: Callable[[list[Piece]], None] = ignore,
-        on_finished: Callable[[list[Turn]], None] = ignore,
+        on_pieces: Callable[[list[Piece]], None] = nothing,
+        on_finished: Callable[[list[Request]], None] = nothing,
     ) -> None:
         """Decode some of `streams`, in order. A finished conversation makes way for the next one.
 
@@ -179,42 +170,34 @@ class Batch:
         on_finished: called with the turns of every finished conversation
         Raises: ValueError where numbers are not finite.
         """
+        turns: dict[tuple[int, int], list[Request]] = {stream: [] for stream in streams}
+        firsts = [
+            self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
+            for stream in streams
+        ]
         with closing(Scheduler(self.engine)) as scheduler:
-            self._decode(scheduler, streams, on_pieces, on_finished)
+            for pieces in scheduler.run(firsts):
+                self.reading = scheduler.session.prefill_progress()
+                self._take_trace(scheduler.session.trace, pieces)
+                on_pieces(pieces)
+                for turn in (piece.request for piece in pieces if piece.request.reason):
+                    require(turn.reason != "nan", turn.fault)
+                    conversation = turns[turn.index[:2]]
+                    conversation.append(turn)
+                    following = self._next_turn(conversation)
+                    if following:
+                        scheduler.submit(following)
+                    else:
+                        on_finished(conversation)
             self.stats.add(scheduler.take_stats())
-
-    def _decode(
-        self,
-        scheduler: Scheduler,
-        streams: list[tuple[int, int]],
-        on_pieces: Callable[[list[Piece]], None],
-        on_finished: Callable[[list[Turn]], None],
-    ) -> None:
-        turns: dict[tuple[int, int], list[Turn]] = {stream: [] for stream in streams}
-        for pieces in scheduler.run([self._first_turn(stream) for stream in streams]):
-            self.reading = scheduler.session.prefill_progress()
-            self._take_trace(scheduler.session.trace, pieces)
-            on_pieces(pieces)
-            for turn in (piece.request for piece in pieces if piece.request.reason):
-                require(turn.reason != "nan", turn.fault)
-                conversation = turns[turn.index[:2]]
-                conversation.append(turn)
-                following = self._next_turn(conversation)
-                if following is not None:
-                    scheduler.submit(following)
-                else:
-                    on_finished(conversation)
         self.entries += [turn for stream in sorted(turns) for turn in turns[stream]]
 
-    def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Turn:
+    def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Request:
         sampling, seed = self.draws[index[0]]
         own = {"index": index, "sampling": sampling, "seed": seed, "guide": self.guides[index[0]]}
-        return Turn.of(self.engine, ids, draft_limit=self.draft_limit, **own | fields)
+        return Request.of(self.engine, ids, draft_limit=self.draft_limit, **own | fields)
 
-    def _first_turn(self, stream: tuple[int, int]) -> Turn:
-        return self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
-
-    def _next_turn(self, turns: list[Turn]) -> Turn | None:
+    def _next_turn(self, turns: list[Request]) -> Request | None:
         """Return the turn that follows; None at the end of a conversation.
 
         A turn that does not fit ends it, and so does a turn whose guide allowed nothing.
@@ -261,19 +244,12 @@ def text_of(engine: Engine, ids: list[int]) -> str:
 
 
 def generate(
-    engine: Engine,
-    prompts: list[str | Conversation],
-    on_tokens: Callable = ignore,
-    on_finished: Callable = ignore,
-    grammar: Any = None,
-    **options: Any,
+    engine: Engine, prompts: list[str | Conversation], grammar: Any = None, **options: Any
 ) -> Result:
     """Decode prompts, `num_samples` times each, `batch_size` sequences at a time.
 
     A finished sequence makes way for the next one.
     prompts: texts, lists of turns, of messages or of token ids; or the messages of one prompt
-    on_tokens: called after every step with the new tokens of each sequence, a list of lists
-    on_finished: called with the turns of every finished conversation, a list of `Turn`
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
         `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
@@ -290,18 +266,11 @@ def generate(
     if grammar is not None:
         guides = load_part("extension", "grammar").compile_grammars(engine, grammar, len(prompts))
     batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_limit)
-
-    def on_pieces(pieces: list[Piece]) -> None:
-        rows: list[list[int]] = [[] for _ in range(config.batch_size)]
-        for piece in pieces:
-            rows[piece.request.place] = piece.tokens
-        on_tokens(rows)
-
-    batch.decode_all(batch.streams, on_pieces, on_finished)
+    batch.decode_all(batch.streams)
     return batch.result()
 
 
-def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dict[str, Any]]:
+def compare(drafted: Batch, on_finished: Callable = nothing) -> tuple[Result, dict[str, Any]]:
     """Decode every group of a batch without and with drafting, in turn, in this process.
 
     on_finished: callback for the drafted conversations, see `Batch.decode_all`
@@ -313,7 +282,7 @@ def compare(drafted: Batch, on_finished: Callable = ignore) -> tuple[Result, dic
     for number, group in enumerate(drafted.groups):
         order = (vanilla, drafted) if number % 2 == 0 else (drafted, vanilla)
         for batch in order:
-            batch.decode_all(group, on_finished=on_finished if batch is drafted else ignore)
+            batch.decode_all(group, on_finished=on_finished if batch is drafted else nothing)
     expected = vanilla.result()
     result = drafted.result()
     rate = expected.stats["tokens_per_s"]
@@ -352,100 +321,72 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
     require(not request.fault, request.fault)
 
 
-def in_order(keys: Iterable[Any], take: Callable[[Any], Any]) -> Callable[[Any, Any], None]:
-    """Return a function of (key, item) that passes the items to `take` in the order of `keys`.
-
-    An item is held back until the items of all keys before it have come.
-    """
-    queue = deque(keys)
-    ready = {}
-
-    def put(key: Any, item: Any) -> None:
-        ready[key] = item
-        while queue and queue[0] in ready:
-            take(ready.pop(queue.popleft()))
-
-    return put
-
-
 # --------------------------------------------------------------------------------------------- main
 
 
-def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
-    """Decode all conversations, print each when it is finished, and write the files."""
-    config = engine.config
-    batch = Batch(engine, prompts)
-    streams = batch.streams
-    quiet = "-" in (config.json, config.trace, config.profile)
-    live = not quiet and engine.tokenizer is not None and is_one_turn(batch)
-    separators = chain([""], repeat("\n"))  # a blank line between answers
-    status = StatusLine()
-    count = Counter()  # of tokens and of finished conversations
+class Screen:
+    """Prints a run: a single answer as it comes, several when they are finished, in order."""
 
-    def print_texts(texts: list[str]) -> None:
-        status.show("")
-        print(next(separators) + "\n\n".join(texts), flush=True)
+    def __init__(self, batch: Batch, prompts: list[Conversation]):
+        engine = batch.engine
+        config = engine.config
+        self.batch = batch
+        self.prompts = prompts
+        self.has_text = engine.tokenizer is not None
+        self.several = len(batch.streams) > 1 or has_turns(batch.conversations[0])
+        self.quiet = "-" in (config.json, config.trace, config.profile)
+        # whether the answer is printed as it comes
+        self.live = self.has_text and not (self.quiet or self.several or config.compare)
+        self.status = StatusLine()
+        self.show = printer(sys.stdout)
+        self.shown = OnTerminal(engine.template)
+        self.tokens = 0
+        self.finished: dict[tuple[int, int], list[Request]] = {}
+        self.waiting = deque(batch.streams)  # to be printed
 
-    show = in_order(streams, print_texts)
-    show_piece = piece_printer(engine)
+    def on_pieces(self, pieces: list[Piece]) -> None:
+        """Show how far the run is, or the answer."""
+        reading = self.batch.reading
+        self.tokens += sum(len(piece.tokens) for piece in pieces)
+        if self.live:
+            self.status.show(reading)
+            for piece in pieces:
+                thought, answer, _ = self.shown.push(piece.text, piece.request.reason != "")
+                self.show(thought + answer)
+            return
+        done = f"{len(self.finished)} of {len(self.batch.streams)} answers, {self.tokens} tokens"
+        self.status.show(f"[{done}] {reading}".rstrip())
 
-    def on_pieces(pieces: list[Piece]) -> None:
-        count["tokens"] += sum(len(piece.tokens) for piece in pieces)
-        done = f"{count['finished']} of {len(streams)} answers, {count['tokens']} tokens"
-        status.show(batch.reading if live else f"[{done}] {batch.reading}".rstrip())
-        for piece in pieces if live else ():
-            show_piece(piece)
+    def on_finished(self, turns: list[Request]) -> None:
+        """Print the conversations that are finished, up to the first one that is not."""
+        self.finished[turns[0].index[:2]] = turns
+        if self.quiet or self.live:
+            return
+        self.status.show("")
+        while self.waiting and self.waiting[0] in self.finished:
+            if len(self.waiting) < len(self.batch.streams):
+                print()  # between answers
+            answers = self.finished[self.waiting.popleft()]
+            print("\n\n".join(map(self._titled, answers)), flush=True)
 
-    def on_finished(turns: list[Turn]) -> None:
-        count["finished"] += 1
-        if not quiet and not live:
-            texts = [turn.text if engine.tokenizer else str(turn.tokens) for turn in turns]
-            conversation = prompts[turns[0].index[0]]
-            if len(streams) > 1 or has_turns(conversation):
-                texts = with_titles(texts, turns, conversation, config.num_samples)
-            show(turns[0].index[:2], texts)
+    def _titled(self, turn: Request) -> str:
+        """Return a turn's text. One of several has a title above it.
 
-    profile = torch.profiler.profile() if config.profile else nullcontext()
-    with status, profile as profiler:
-        if config.compare:
-            result, outcome = compare(batch, on_finished)
-            result.stats |= outcome
-        else:
-            batch.decode_all(streams, on_pieces, on_finished)
-            result = batch.result()
-    if live:
-        print()
-    log_rate(engine, result)
-    write_files(engine, result, profiler)
-    for turn in batch.entries:
-        require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
-
-
-def piece_printer(engine: Engine) -> Callable[[Piece], None]:
-    """Return a function that prints the text of a piece, as it is decoded."""
-    shown = OnTerminal(engine.template)
-    show = partial(print, end="", flush=True)
-    if sys.stdout.isatty():
-        show = load_part("command", "printer")(sys.stdout)
-
-    def show_piece(piece: Piece) -> None:
-        thought, answer, _ = shown.push(piece.text, piece.request.reason != "")
-        show(thought + answer)
-
-    return show_piece
-
-
-def log_rate(engine: Engine, result: Result) -> None:
-    """Print how fast a run was, on standard error."""
-    cut = truncation_notes(engine, result)
-    line = stats_line(result.stats, cut, " (--compare measures it)")
-    print(line, file=sys.stderr)
-
-
-def is_one_turn(batch: Batch) -> bool:
-    """Return whether a run is one answer to one turn, decoded once."""
-    several = len(batch.streams) > 1 or has_turns(batch.conversations[0])
-    return not several and not batch.engine.config.compare
+        That is the id of the prompt's row, or its number, then the sample and the turn.
+        """
+        text = turn.text if self.has_text else str(turn.tokens)
+        if not self.several:
+            return text
+        prompt, sample, number = turn.index
+        conversation = self.prompts[prompt]
+        parts = [f"prompt {prompt + 1}"]
+        if isinstance(conversation, PromptRow) and conversation.keys:
+            parts = [str(next(iter(conversation.keys.values())))]
+        if self.batch.engine.config.num_samples > 1:
+            parts.append(f"sample {sample + 1}")
+        if has_turns(conversation):
+            parts.append(f"turn {number + 1}")
+        return f"== {', '.join(parts)} ==\n{text}"
 
 
 def has_turns(conversation: Conversation) -> bool:
@@ -453,26 +394,26 @@ def has_turns(conversation: Conversation) -> bool:
     return len(conversation) > 1 and isinstance(conversation[0], str)
 
 
-def with_titles(
-    texts: list[str], turns: list[Turn], conversation: Conversation, samples: int
-) -> list[str]:
-    """Put titles above the texts of a conversation.
-
-    A title has the id of the prompt's row, or its number, then the sample and the turn.
-    samples: of each prompt
-    """
-    titled = []
-    for text, turn in zip(texts, turns):
-        prompt, sample, number = turn.index
-        parts = [f"prompt {prompt + 1}"]
-        if isinstance(conversation, PromptRow) and conversation.keys:
-            parts = [str(next(iter(conversation.keys.values())))]
-        if samples > 1:
-            parts.append(f"sample {sample + 1}")
-        if has_turns(conversation):
-            parts.append(f"turn {number + 1}")
-        titled.append(f"== {', '.join(parts)} ==\n{text}")
-    return titled
+def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
+    """Decode all conversations, print each when it is finished, and write the files."""
+    config = engine.config
+    batch = Batch(engine, prompts)
+    screen = Screen(batch, prompts)
+    profile = torch.profiler.profile() if config.profile else nullcontext()
+    with screen.status, profile as profiler:
+        if config.compare:
+            result, outcome = compare(batch, screen.on_finished)
+            result.stats |= outcome
+        else:
+            batch.decode_all(batch.streams, screen.on_pieces, screen.on_finished)
+            result = batch.result()
+    if screen.live:
+        print()
+    cut = truncation_notes(engine, result)
+    print(stats_line(result.stats, cut, " (--compare measures it)"), file=sys.stderr)
+    write_files(engine, result, profiler)
+    for turn in batch.entries:
+        require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
 
 
 def truncation_notes(engine: Engine, result: Result) -> str:

@@ -55,6 +55,7 @@ class Request:
     guide: GuideSource | None = None  # masks the tokens of the answer; None: the engine's, if any
     draft_limit: DraftLimit = ANY_TREE  # of its trees: `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
+    index: tuple[int, int, int] = (0, 0, 0)  # (prompt, sample, turn), for whoever asks
 
     tokens: list[int] = field(default_factory=list, init=False)
     text: str = field(default="", init=False)  # the part that is certain by now

@@ -30,7 +30,7 @@ from helpers import (
     slow,
 )
 from run.engine import Engine
-from run.generate import Result, generate, in_order, load, main
+from run.generate import Result, generate, load, main
 from run.options import DEMO
 from run.session import Session
 from run.stats import sequence_memory
@@ -245,14 +245,6 @@ def test_cycles_are_timed_with_all_rows_and_they_decode():
     assert len(time_cycles(engine)) == 1
     state = engine.free[0].state
     assert state.pos.tolist() == [204] * 3 and not state.done.any()
-
-
-def test_results_in_order():
-    taken, put = [], None
-    put = in_order("abcd", taken.append)
-    for key in "bdac":
-        put(key, key.upper())
-    assert "".join(taken) == "ABCD"
 
 
 # -------------------------------------------------------------------------------------------- files
