@@ -14,7 +14,7 @@ OPERATORS = ("device_time", "single_thread", "why_not_compiled", "with_times")
 NEEDS = ("files",)
 ADDS = {
     "operators": {name: f"run.clock:{name}" for name in OPERATORS},
-    "program": {"generate": "run.main:main", "quantize": "run.quantize:main"},
+    "program": {"generate": "run.start:main", "quantize": "run.quantize:main"},
     "command": {
         "chat": "run.repl:chat",
         "keys": "run.keyboard:Keyboard",

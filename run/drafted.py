@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,15 +16,16 @@ from run.observer import Observer, View
 Nodes = list[tuple[int, int, bool]]  # parent, token, whether it was accepted; the root first
 
 
-class DraftMarks(NamedTuple):
+@dataclass
+class DraftMarks:
     """The sources of the new tokens of a sequence, and its counts."""
 
-    sources: list[str]  # of each token's draft; "" where the target alone decided it
-    passes: int  # of the target, those of the prompt left out
-    rejected: int  # rows of draft trees that were verified and not accepted
-    lengths: list[int]  # accepted tokens of each cycle that drafted
-    cycles: list[int]  # of each token, the number of its cycle; -1 after the prompt
-    trees: list[Nodes]  # of the cycles, where they are wanted
+    sources: list[str] = field(default_factory=list)  # of each token's draft; "": the target alone
+    passes: int = 0  # of the target, those of the prompt left out
+    rejected: int = 0  # rows of draft trees that were verified and not accepted
+    lengths: list[int] = field(default_factory=list)  # accepted tokens of cycles that drafted
+    cycles: list[int] = field(default_factory=list)  # of each token, its cycle; -1: of the prompt
+    trees: list[Nodes] = field(default_factory=list)  # of the cycles, where they are wanted
 
 
 class Spans:
@@ -60,12 +61,7 @@ class Drafted(Observer):
         self.sources = [source_of(engine, preset) for preset in range(len(engine.presets))]
         self.sizes = [drafter.size for drafter in engine.presets]
         batch = engine.config.batch_size
-        self.marks: list[list[str]] = [[] for _ in range(batch)]
-        self.passes = [0] * batch
-        self.rejected = [0] * batch
-        self.lengths: list[list[int]] = [[] for _ in range(batch)]
-        self.cycles: list[list[int]] = [[] for _ in range(batch)]
-        self.trees: list[list[Nodes]] = [[] for _ in range(batch)]
+        self.marks = [DraftMarks() for _ in range(batch)]
         self.count = [0] * batch  # cycles of the answer
         self.wants_trees = [False] * batch
 
@@ -77,13 +73,8 @@ class Drafted(Observer):
 
     def take(self, seq: int) -> DraftMarks:
         """Return the marks since the last call."""
-        counts = (self.passes[seq], self.rejected[seq], self.lengths[seq])
-        marks = DraftMarks(self.marks[seq], *counts, self.cycles[seq], self.trees[seq])
-        self.marks[seq] = []
-        self.lengths[seq] = []
-        self.cycles[seq] = []
-        self.trees[seq] = []
-        self.passes[seq] = self.rejected[seq] = 0
+        marks = self.marks[seq]
+        self.marks[seq] = DraftMarks()
         return marks
 
     def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
@@ -95,20 +86,21 @@ class Drafted(Observer):
     def after_cycle(self, result: CycleResult, copied: list[list], view: View) -> None:
         source = self.sources[result.preset]
         for seq, tokens in result.taken.items():
+            marks = self.marks[seq]
             if copied and self.wants_trees[seq]:
-                self.trees[seq].append(nodes_of(copied, seq, result))
-            self.cycles[seq] += [self.count[seq]] * len(tokens)
+                marks.trees.append(nodes_of(copied, seq, result))
+            marks.cycles += [self.count[seq]] * len(tokens)
             self.count[seq] += 1
             drafted = min(result.length[seq], len(tokens)) if source else 0
-            self.marks[seq] += [source] * drafted + [""] * (len(tokens) - drafted)
-            self.passes[seq] += 1
+            marks.sources += [source] * drafted + [""] * (len(tokens) - drafted)
+            marks.passes += 1
             if source:
-                self.lengths[seq].append(drafted)
-            self.rejected[seq] += max(self.sizes[result.preset] - 1 - result.length[seq], 0)
+                marks.lengths.append(drafted)
+            marks.rejected += max(self.sizes[result.preset] - 1 - result.length[seq], 0)
 
     def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
-        self.marks[seq].append("")
-        self.cycles[seq].append(-1)
+        self.marks[seq].sources.append("")
+        self.marks[seq].cycles.append(-1)
 
 
 def nodes_of(columns: list[list], seq: int, result: CycleResult) -> Nodes:

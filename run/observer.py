@@ -20,45 +20,40 @@ from typing import Any
 
 from torch import Tensor
 
-from decode import CycleResult
+from decode import Buffers, CycleResult, DecodeState
 from draft_tree import DrafterUpdate
+from drafters import Drafter
 from run.draft_method import DraftMethod
 from run.tree_paths import DraftLimit
 
 
+@dataclass(frozen=True, eq=False)
 class View:
-    """The part of a session that observers may read, and the steps that they may run."""
+    """The part of a session that observers may read, and the steps that they may run.
 
-    def __init__(
-        self,
-        engine: Any,
-        history: list[list[int]],
-        live: list[bool],
-        draft_limits: list[DraftLimit],
-        drafter_state: Callable[[], Any],
-        run_step: Callable[[Hashable, Callable], Any],
-    ):
-        """engine: `run.engine.Engine`
+    It holds no session: its steps are kept by the buffers, which outlive one.
+    """
 
-        history: every token of each sequence; during prefill, the cached part
-        live: whether each sequence decodes
-        draft_limits: of the trees that each takes
-        drafter_state: returns the state that the drafters share
-        run_step: runs a function of the `DecodeState`, which it may write in place; the key tells
-            steps apart
-        """
-        self.presets = engine.presets  # smallest tree first
-        self.engine = engine
-        self.history = history
-        self.live = live
-        self.draft_limits = draft_limits
-        self._drafter_state = drafter_state
-        self.run_step = run_step
+    engine: Any  # `run.engine.Engine`
+    buffers: Buffers
+    history: list[list[int]]  # every token of each sequence; during prefill, the cached part
+    live: list[bool]  # whether each sequence decodes
+    draft_limits: list[DraftLimit]  # of the trees that each takes
+
+    def run_step(self, key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
+        """Run a function of the state, which it may write in place. key: tells steps apart"""
+        buffers = self.buffers
+        return self.engine.run_step(buffers, key, lambda: body(buffers.state))
+
+    @property
+    def presets(self) -> tuple[Drafter, ...]:
+        """The presets of the engine, the smallest tree first."""
+        return self.engine.presets
 
     @property
     def drafter_state(self) -> Any:
         """The state that the drafters share, after all cycles that were launched."""
-        return self._drafter_state()
+        return self.buffers.state.drafter_state
 
     @property
     def has_parts(self) -> bool:

@@ -19,90 +19,55 @@ class Need(NamedTuple):
     met: Callable[[Any], bool]  # of the options, a GenerateConfig
 
 
+NO_TREES = "does nothing with --draft {0.draft}, which has no choice of trees; drop it"
 GROWN = Need(
-    ("tree_topk", "tree_size"),
-    "belongs to --tree dynamic and auto; drop it",
-    lambda o: (
-        o.tree_shape in ("dynamic", "auto") or (spec_of(o).static_size_option and not o.tree_file)
-    ),
-)
+    ("tree_topk", "tree_size"), "belongs to --tree dynamic and auto; drop it",
+    lambda o: o.tree_shape in ("dynamic", "auto")
+    or (spec_of(o).static_size_option and not o.tree_file),
+)  # fmt: skip
 NOT_CHAT = Need(
     ("num_samples", "batch_size", "compare", "json", "trace", "profile"),
-    "cannot go with --interactive, which is one conversation",
-    lambda o: not o.interactive,
-)
-SAMPLED = Need(
-    (
-        "children", "accept", "num_samples", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p",
-        "xtc_probability",
-    ),
-    "has no effect at temperature 0; set --temperature",
-    lambda o: o.temperature > 0,
+    "cannot go with --interactive, which is one conversation", lambda o: not o.interactive,
 )  # fmt: skip
-NO_TREES = "does nothing with --draft {0.draft}, which has no choice of trees; drop it"
-NEEDS = (  # of several that an option has, the first is reported
-    # the weights
-    Need(
-        ("group_size",),
-        "belongs to int4; add --quant int4",
-        lambda o: "int4" in (o.quant, o.quant_draft),
-    ),
-    Need(
-        ("random",),
-        "takes no --accept residual; drop one of them",
-        lambda o: o.accept == "exact",
-    ),
+SAMPLED = Need(
+    ("children", "accept", "num_samples", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p",
+     "xtc_probability"),
+    "has no effect at temperature 0; set --temperature", lambda o: o.temperature > 0,
+)  # fmt: skip
+# of several needs of an option the first that it misses is reported
+NEEDS = (
+    Need(("group_size",), "belongs to int4; add --quant int4",
+         lambda o: "int4" in (o.quant, o.quant_draft)),
+    Need(("random",), "takes no --accept residual; drop one of them",
+         lambda o: o.accept == "exact"),
     Need(("plain",), "is the opposite of --compile; drop one of them", lambda o: not o.compile),
-    # the draft
     Need(("head",), "does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head),
     Need(("draft_checkpoint",), "belongs to --draft model; add that", lambda o: o.draft == "model"),
     Need(("datastore",), "belongs to --draft rest; add that", lambda o: o.draft == "rest"),
     Need(("tree", "tree_file", "tree_size"), NO_TREES, lambda o: spec_of(o).trees != ()),
     Need(("quant_draft", "children", "tree_topk"), NO_TREES, lambda o: spec_of(o).scores_children),
-    Need(
-        ("tree_depth",),
-        "belongs to dynamic trees and chains, not to a static one; drop it",
-        lambda o: spec_of(o).scores_children and o.tree_shape != "static",
-    ),
+    Need(("tree_depth",), "belongs to dynamic trees and chains, not to a static one; drop it",
+         lambda o: spec_of(o).scores_children and o.tree_shape != "static"),
     GROWN,
-    Need(
-        ("accept",),
-        "belongs to heads, draft models and --draft ngram; drop it",
-        lambda o: spec_of(o).residual,
-    ),
-    # the prompt
-    Need(
-        ("chat",),
-        "renders text; it cannot go with prompt_ids",
-        lambda o: o.prompt_ids is None or o.chat == "none",
-    ),
-    Need(
-        ("system",),
-        "belongs to a chat template; drop --chat none or prompt_ids",
-        lambda o: o.chat != "none" and o.prompt_ids is None,
-    ),
+    Need(("accept",), "belongs to heads, draft models and --draft ngram; drop it",
+         lambda o: spec_of(o).residual),
+    Need(("chat",), "renders text; it cannot go with prompt_ids",
+         lambda o: o.prompt_ids is None or o.chat == "none"),
+    Need(("system",), "belongs to a chat template; drop --chat none or prompt_ids",
+         lambda o: o.chat != "none" and o.prompt_ids is None),
     NOT_CHAT,
-    # the tokens
     SAMPLED,
-    Need(  # the residual rule's tokens follow the tree, and --tree auto goes by a clock
-        ("accept",),
-        "needs a tree of one size; --tree auto changes it: use --tree dynamic",
-        lambda o: o.tree != "auto",
-    ),
-    Need(
-        ("xtc_threshold",), "belongs to XTC; set xtc_probability", lambda o: o.xtc_probability > 0
-    ),
-    Need(
-        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-        "belongs to DRY; set dry_multiplier",
-        lambda o: o.dry_multiplier > 0,
-    ),
-    Need(
-        ("repeat_last_n",),
-        "belongs to penalties; set repetition_penalty, presence_penalty or frequency_penalty",
-        lambda o: o.repetition_penalty != 1 or o.presence_penalty or o.frequency_penalty,
-    ),
-)
+    # the residual rule's tokens follow the tree, and --tree auto goes by a clock
+    Need(("accept",), "needs a tree of one size; --tree auto changes it: use --tree dynamic",
+         lambda o: o.tree != "auto"),
+    Need(("xtc_threshold",), "belongs to XTC; set xtc_probability",
+         lambda o: o.xtc_probability > 0),
+    Need(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+         "belongs to DRY; set dry_multiplier", lambda o: o.dry_multiplier > 0),
+    Need(("repeat_last_n",),
+         "belongs to penalties; set repetition_penalty, presence_penalty or frequency_penalty",
+         lambda o: o.repetition_penalty != 1 or o.presence_penalty or o.frequency_penalty),
+)  # fmt: skip
 
 
 def check_needs(options: Any) -> None:

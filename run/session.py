@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import zip_longest
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from run.engine import Engine
 from run.guides import Guide, GuideSource
 from run.observer import Observer, View
 from run.options import Sampling
-from run.stats import Stats, sequence_memory, trace_row
+from run.stats import Stats, sequence_memory
 from run.tree_paths import ANY_TREE, DraftLimit
 from runtime import (
     HostCopy,
@@ -41,7 +42,7 @@ from sampling import SamplingMode
 
 
 class Trace(Observer):
-    """The lines of `trace`: one per cycle and sequence."""
+    """The lines of `trace`: one per cycle and sequence. The value of a padded node is null."""
 
     def __init__(self):
         self.lines: list[dict[str, Any]] = []
@@ -52,7 +53,25 @@ class Trace(Observer):
         return traced if tree.values is None else (*traced, tree.values)
 
     def after_cycle(self, result: TimedResult, copied: list[list], view: View) -> None:
-        self.lines += [trace_row(copied, seq, result) for seq in result.taken]
+        for seq in result.taken:
+            row = seq - result.first
+            tokens, parents, depths, path, *values = (column[row] for column in copied)
+            length = result.length[seq]
+            line = {
+                "row": seq,
+                "pos": result.pos[seq],
+                "root": tokens[0],
+                "draft_tokens": tokens[1:],
+                "parents": parents[1:],
+                "depths": depths[1:],
+                "accept_length": length,
+                "path": path[1 : length + 1],
+                "emitted": result.emitted[seq][: length + 1],
+            }
+            if values:
+                drafted = values[0][1:]
+                line["values"] = [value if isfinite(value) else None for value in drafted]
+            self.lines.append(line)
 
 
 class Session(Loop):
@@ -91,7 +110,7 @@ class Session(Loop):
         self.observers = [self.policy]
         self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
         self.guided: dict[tuple[int, SamplingMode], Cycle] = {}  # cycles under guides
-        self.view = self._view()
+        self.view = View(engine, self.buffers, self.history, self.live, self.draft_limits)
         self.answers = [0] * batch  # where the answer of each turn begins
         self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
         # sequences that ended where numbers were not finite, and what is wrong
@@ -104,19 +123,6 @@ class Session(Loop):
             trace = Trace()
             self.trace = trace.lines
             self.observers.append(trace)
-
-    def _view(self) -> View:
-        """Make the view of the observers, which holds no session: the buffers keep their steps."""
-        buffers = self.buffers
-        engine = self.engine
-
-        def drafter_state() -> Any:
-            return buffers.state.drafter_state
-
-        def run(key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
-            return engine.run_step(buffers, key, lambda: body(buffers.state))
-
-        return View(engine, self.history, self.live, self.draft_limits, drafter_state, run)
 
     @property
     def mode(self) -> SamplingMode:

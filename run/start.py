@@ -1,15 +1,17 @@
-"""The first part of a start: the command, the tokenizer and the chat template, without torch.
+"""The program generate.py: the command, the tokenizer and the chat template; then torch.
 
 `import torch` takes seconds. `read_command` reads the command line and the prompts before it, so
 that --help and mistakes are answered at once. `with_text` reads a checkpoint's tokenizer and chat
-template, whose mistakes are answered before it too.
-Not here: the import (generate.py), the weights (run/load.py).
+template, whose mistakes are answered before it too. `main` then goes on in run/generate.py.
+Not here: the weights (run/load.py).
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import random
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from files.fetch import with_files
 from files.head_kinds import check_mtp, head_kind
 from files.io import is_gguf, is_terminal, read_json
+from files.rank import is_alone
 from files.registry import check_architecture
-from options import load_part, require
+from options import load_module, load_part, require
 from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
@@ -39,6 +42,24 @@ class Command(NamedTuple):
     text: TextFiles | None = None
     to_end: bool = False  # no length was asked for: a chat's answers go on to their end
     keys: Keyboard | None = None  # of --interactive on a terminal
+
+
+def main() -> None:
+    """Run generate.py: answer mistakes, then import torch, then decode.
+
+    torchrun's ranks answer mistakes together, behind the imports (run/ranks.py).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+    gc.disable()  # a collection would visit torch's 180,000 objects, which stay
+    command = with_text(read_command()) if is_alone() else None
+    program = load_module("run.generate")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # later collections, and those at the end, leave the imports' objects out
+    gc.enable()
+    try:
+        program.main_of_rank(command)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_command(argv: list[str] | None = None) -> Command:

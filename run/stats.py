@@ -1,7 +1,7 @@
 """Measurements of a run: acceptance, tokens, seconds and memory.
 
-`summary` makes the `stats` of `--json`, `stats_line` the last line of a run, `trace_row` a line of
-`trace`, `sequence_memory` compares the needs of a session with the memory that is free.
+`summary` makes the `stats` of `--json`, `stats_line` the last line of a run; `sequence_memory`
+compares the needs of a session with the memory that is free.
 """
 
 from __future__ import annotations
@@ -228,33 +228,6 @@ def _most_used(table: list[dict[str, Any]]) -> str:
     if name == "none":
         name = "no draft"
     return f"{name} in {most['cycles']} of {cycles} cycles ({times})"
-
-
-def trace_row(tree_trace: list[list], seq: int, result: Any) -> dict[str, Any]:
-    """Return one line of `trace`.
-
-    tree_trace: of the cycle's sequences, the tree's tokens, parents and depths, the accepted path,
-    and the nodes' values if there are any (a padded node's is null)
-    result: `observer.CycleResult`
-    """
-    row = seq - result.first
-    tokens, parents, depths, path, *values = (column[row] for column in tree_trace)
-    length = result.length[seq]
-    line = {
-        "row": seq,
-        "pos": result.pos[seq],
-        "root": tokens[0],
-        "draft_tokens": tokens[1:],
-        "parents": parents[1:],
-        "depths": depths[1:],
-        "accept_length": length,
-        "path": path[1 : length + 1],
-        "emitted": result.emitted[seq][: length + 1],
-    }
-    if values:
-        drafted = values[0][1:]
-        line["values"] = [value if value > float("-inf") else None for value in drafted]
-    return line
 
 
 def environment(device: str) -> dict[str, Any]:

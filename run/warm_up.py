@@ -8,18 +8,16 @@ work, a note says so, and the engine does without it.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode import PREFILL_WIDTHS, build_cycles
+from files.io import StatusLine
 from files.machine import has_cpu_operators, is_plain
 from files.rank import this_rank
 from options import load_part, log_note, one_line
@@ -49,9 +47,11 @@ def warm_up(engine: Engine) -> Engine:
     compile_s = 0.0
     if engine.captured:
         began = time.perf_counter()
-        for _ in range(1 + WARM_UPS):
-            _prefill_each_width(engine)
-            time_cycles(engine, say_what_compiles)
+        status = StatusLine()
+        with status:
+            for _ in range(1 + WARM_UPS):
+                _prefill_each_width(engine)
+                time_cycles(engine, status)
         compile_s = time.perf_counter() - began
     policy = engine.policy.on_engine_ready(engine, partial(time_cycles, engine))
     return replace(engine, compile_s=compile_s, policy=policy)
@@ -67,11 +67,11 @@ def _prefill_each_width(engine: Engine) -> None:
                 pass
 
 
-def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]:
+def time_cycles(engine: Engine, status: StatusLine | None = None) -> list[float]:
     """Time a cycle of every preset, with sequences that decode after `TIMED_BEHIND` tokens.
 
-    progress: as `say` of `time_presets`
-    Returns: seconds of a cycle, per preset.
+    status: says which preset runs, and so compiles
+    Returns: seconds of a cycle, per preset; the first two of each do not count.
     """
     with closing(Session(engine)) as session:
         state = session.state
@@ -80,24 +80,12 @@ def time_cycles(engine: Engine, progress: Callable | None = None) -> list[float]
         state.done.fill_(False)
         rewound = engine.drafter.rewind(state.drafter_state, state.pos)
         copy_into(state.drafter_state, rewound)
-        return time_presets(session.time_cycle, engine.presets, progress)
-
-
-def time_presets(
-    time_cycle: Callable[[int], float], presets: Sequence[Any], say: Callable | None
-) -> list[float]:
-    """Time a cycle of every preset (s); the first two after a change do not count.
-
-    say: called with each preset's number and all presets, at the end with their count
-    """
-    times: list[float] = []
-    for preset in range(len(presets)):
-        if say:
-            say(preset, presets)
-        times.append(statistics.mean([time_cycle(preset) for _ in range(4)][2:]))
-    if say:
-        say(len(times), presets)
-    return times
+        times = []
+        for number, preset in enumerate(engine.presets):
+            if status:
+                status.show(f"[compiling {number + 1} of {len(engine.presets)}: {preset.name}]")
+            times.append(statistics.mean([session.time_cycle(number) for _ in range(4)][2:]))
+        return times
 
 
 def why_not_compiled(device: str) -> str:
@@ -117,14 +105,3 @@ def why_not_compiled(device: str) -> str:
 
 def _probe(x: Tensor) -> Tensor:
     return x * 2 + 1
-
-
-def say_what_compiles(number: int, presets: Sequence[Any]) -> None:
-    """Show on a terminal which preset compiles; at the end of all of them, clear the line."""
-    if not sys.stderr.isatty():
-        return
-    if number < len(presets):
-        text = f"compiling {number + 1} of {len(presets)}: {presets[number].name}"
-        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-    else:
-        print("\r" + " " * 60, end="\r", file=sys.stderr, flush=True)
