@@ -1,24 +1,32 @@
-"""What options of generate.py need to have an effect: one table. No torch is imported."""
+"""What options of generate.py need, to work and to have an effect: one table. No torch is imported.
+
+The kind, the choices and the range of a value are those of its field (run/options.py).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from options import require
-from run.methods import spec_of
+from run.methods import has_drafts, spec_of
 from run.parsing import flag_of
+
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 
 
 class Need(NamedTuple):
-    """A condition for options to have an effect."""
+    """A condition for options to work, or to have an effect."""
 
     names: tuple[str, ...]
-    text: str  # follows the option's name in the message; {0} is the options
+    # follows the option's name in the message; {0} is the options, {1} the trees of their draft
+    text: str
     met: Callable[[Any], bool]  # of the options, a GenerateConfig
 
 
+ABSENT = "is in the folder drafts/, which is not here; restore it, or drop that"
 NO_TREES = "does nothing with --draft {0.draft}, which has no choice of trees; drop it"
 GROWN = Need(
     ("tree_topk", "tree_size"), "belongs to --tree dynamic and auto; drop it",
@@ -36,11 +44,19 @@ SAMPLED = Need(
 )  # fmt: skip
 # of several needs of an option the first that it misses is reported
 NEEDS = (
+    Need(("device",), "must be cpu or cuda; it is {0.device}",
+         lambda o: re.fullmatch(r"(cpu|cuda)(:\d+)?", o.device)),
+    Need(("group_size",), f"must be one of {(0, *GROUP_SIZES)}; it is {{0.group_size}}",
+         lambda o: o.group_size in GROUP_SIZES),
     Need(("group_size",), "belongs to int4; add --quant int4",
          lambda o: "int4" in (o.quant, o.quant_draft)),
     Need(("random",), "takes no --accept residual; drop one of them",
          lambda o: o.accept == "exact"),
     Need(("plain",), "is the opposite of --compile; drop one of them", lambda o: not o.compile),
+    Need(("draft",), "model needs --draft_checkpoint; name its directory",
+         lambda o: o.draft != "model" or o.draft_checkpoint),
+    Need(("draft",), "{0.draft} takes --tree {1}; it is {0.tree_shape}",
+         lambda o: not spec_of(o).trees or o.tree_shape in spec_of(o).trees),
     Need(("head",), "does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head),
     Need(("draft_checkpoint",), "belongs to --draft model; add that", lambda o: o.draft == "model"),
     Need(("datastore",), "belongs to --draft rest; add that", lambda o: o.draft == "rest"),
@@ -49,8 +65,15 @@ NEEDS = (
     Need(("tree_depth",), "belongs to dynamic trees and chains, not to a static one; drop it",
          lambda o: spec_of(o).scores_children and o.tree_shape != "static"),
     GROWN,
+    Need(("tree",), f"auto {ABSENT}", lambda o: o.tree != "auto" or has_drafts()),
+    Need(("tree_file",), "{0.tree_file} is a static tree, not {0.tree}",
+         lambda o: o.tree in ("", "static")),
+    Need(("children",), "sampled would make a dynamic tree lossy; use --tree static",
+         lambda o: o.children != "sampled" or not GROWN.met(o)),
     Need(("accept",), "belongs to heads, draft models and --draft ngram; drop it",
          lambda o: spec_of(o).residual),
+    Need(("prompt",), "is empty; give it some text", lambda o: o.prompt.strip()),
+    Need(("grammar",), ABSENT, lambda o: has_drafts()),
     Need(("chat",), "renders text; it cannot go with prompt_ids",
          lambda o: o.prompt_ids is None or o.chat == "none"),
     Need(("system",), "belongs to a chat template; drop --chat none or prompt_ids",
@@ -60,6 +83,10 @@ NEEDS = (
     # the residual rule's tokens follow the tree, and --tree auto goes by a clock
     Need(("accept",), "needs a tree of one size; --tree auto changes it: use --tree dynamic",
          lambda o: o.tree != "auto"),
+    Need(("accept",), "residual needs a draft that does not read the target's noise; "
+         "drop --children noise", lambda o: o.children != "noise"),
+    Need(("accept",), "residual samples the children of static trees; drop --children topk",
+         lambda o: o.children != "topk" or GROWN.met(o)),
     Need(("xtc_threshold",), "belongs to XTC; set xtc_probability",
          lambda o: o.xtc_probability > 0),
     Need(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
@@ -71,11 +98,13 @@ NEEDS = (
 
 
 def check_needs(options: Any) -> None:
-    """Check that every given option has an effect. Raises: ValueError for one that has none."""
+    """Check that every given option has what it needs. Raises: ValueError for one that has not."""
     for f in fields(options):
         if getattr(options, f.name) != f.default:
             for need in needs_of(f.name):
-                require(need.met(options), f"{flag_of(f)} {need.text.format(options)}")
+                trees = " or ".join(spec_of(options).trees)
+                fault = f"{flag_of(f)} {need.text.format(options, trees)}"
+                require(bool(need.met(options)), fault)
 
 
 def needs_of(name: str) -> list[Need]:

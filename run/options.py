@@ -41,12 +41,12 @@ from options import ROOT as ROOT
 from options import Options, part_or, require
 from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
+from run.option_rules import GROUP_SIZES as GROUP_SIZES
 from run.option_rules import GROWN, check_needs
 from run.parsing import check_values, flag_of, processors
 from run.tree_paths import MEDUSA_PATHS, read_tree
 
 check_switches = part_or("machine", "check_switches", lambda: None)
-GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 DEPTH = 6  # levels of a tree by default
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
 MOST_BIAS = 100  # as OpenAI's
@@ -370,12 +370,9 @@ class GenerateConfig(Options):
         self._check_names()
         self._check_texts()
         check_needs(self)
-        self._check_values()
         self._check_files()
         self._check_tree()
-        if self.accept == "residual":
-            self._check_residual()
-            self._check_acceptance()
+        self._check_acceptance()
 
     def check_request(self) -> None:
         """Check what a request may change.
@@ -409,23 +406,6 @@ class GenerateConfig(Options):
                 fault = f"{flag_of(f)} has a character that no name can have: {value!a}; drop it"
                 require(can_name_file(value), fault)
 
-    def _check_values(self) -> None:
-        device = re.fullmatch(r"((cpu|cuda)(:\d+)?)?", self.device)
-        require(device is not None, f"--device must be cpu or cuda; it is {self.device}")
-        group_fault = f"--group_size must be one of {(0, *GROUP_SIZES)}; it is {self.group_size}"
-        require(self.group_size in (0, *GROUP_SIZES), group_fault)
-        in_extras = {
-            "--interactive": self.interactive,
-            "--grammar": self.grammar,
-            f"--draft {self.draft}": spec_of(self).module.startswith("drafts"),
-            "--tree auto": self.tree == "auto",
-        }
-        for flag, needed in in_extras.items():
-            fault = f"{flag} is in the folder drafts/, which is not here; restore it, or drop that"
-            require(not needed or has_drafts(), fault)
-        has_model = self.draft != "model" or self.draft_checkpoint != ""
-        require(has_model, "--draft model needs --draft_checkpoint; name its directory")
-
     def _check_files(self) -> None:
         """Check files and folders before anything is computed, so that no result is lost."""
         for name in (self.checkpoint, self.head, self.draft_checkpoint):
@@ -434,8 +414,6 @@ class GenerateConfig(Options):
         sources = ("prompt", "prompt_file", "prompt_ids", "interactive")
         given = [flag for flag, value in self._flags(sources) if value not in (None, False, "")]
         require(len(given) <= 1, f"prompts come from one place; {' and '.join(given)} were given")
-        has_text = self.prompt is None or self.prompt.strip() != ""
-        require(has_text, "--prompt is empty; give it some text")
         check_outputs(dict(self._flags(("json", "trace", "profile"))))
 
     def _flags(self, names: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -443,32 +421,16 @@ class GenerateConfig(Options):
         return [(flag_of(f), getattr(self, f.name)) for f in fields(self) if f.name in names]
 
     def _check_tree(self) -> None:
-        file_fault = f"--tree {self.tree_file} is a static tree, not {self.tree}"
-        require(not self.tree_file or self.tree in ("", "static"), file_fault)
-        takes = spec_of(self).trees or (self.tree_shape,)
-        fault = f"--draft {self.draft} takes --tree {' or '.join(takes)}; it is {self.tree_shape}"
-        require(self.tree_shape in takes, fault)
-        grown = GROWN.met(self)
-        if grown and self.tree_topk and self.tree_size:
-            # which refuses too few candidates
-            DynamicTree(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
-        lossy_fault = "--children sampled would make a dynamic tree lossy; use --tree static"
-        require(not grown or self.children != "sampled", lossy_fault)
-
-    def _check_residual(self) -> None:
-        grown = GROWN.met(self)
-        rule = "topk" if grown else "sampled"
-        noise_fault = "--accept residual needs a draft that does not read the target's noise"
-        require(self.children != "noise", f"{noise_fault}; use --children {rule}")
-        if grown:
-            return
-        rule_fault = "--accept residual samples the children of static trees; drop --children topk"
-        require(self.children != "topk", rule_fault)
-        paths = self.static_paths
-        for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
-            complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
-            gap = f"ranks without gaps; before {path} another is missing: add it"
-            require(complete, f"--accept residual needs {gap}")
+        """Check that the nodes of a tree are enough for its shape, and for `accept`."""
+        if GROWN.met(self):
+            if self.tree_topk and self.tree_size:  # which refuses too few candidates
+                DynamicTree(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
+        elif self.accept == "residual":
+            paths = self.static_paths
+            for path in sorted(paths):  # the rule takes the k-th child for the k-th draw
+                complete = path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
+                gap = f"ranks without gaps; before {path} another is missing: add it"
+                require(complete, f"--accept residual needs {gap}")
 
 
 SAMPLING = (
