@@ -22,7 +22,7 @@ from files.head_kinds import check_mtp, head_kind
 from files.io import is_gguf, is_terminal, read_json
 from files.rank import is_alone
 from files.registry import check_architecture
-from options import load_module, load_part, require
+from options import load_part, require
 from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
@@ -52,12 +52,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
     gc.disable()  # a collection would visit torch's 180,000 objects, which stay
     command = with_text(read_command()) if is_alone() else None
-    program = load_module("run.generate")
+    decode = load_part("command", "decode")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # later collections, and those at the end, leave the imports' objects out
     gc.enable()
     try:
-        program.main_of_rank(command)
+        decode(command)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
