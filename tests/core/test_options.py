@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
+from test_structure import run_without
 
 from draft_tree import parse_tree
 from run import parsing
@@ -27,6 +28,8 @@ WITH_HEAD = f"{OF_IDS} --eagle {HEAD}"
 OF_MODEL = f"{OF_IDS} --draft model --draft_checkpoint"
 SAMPLED = {"temperature": 1.0}
 RESIDUAL = {"accept": "residual", "temperature": 1.0}
+NO_TREES = ["large", "nowhere.json", "chain:", "chain:,", "chain:a", "chain:0", "chain:-1", "chain: 3", "chain:3,4", "static:3", "auto:1,2,3,4",
+            "dynamic:²", "dynamic:" + "9" * 5000, "chain;3", "Chain:3", ":3"]  # fmt: skip
 
 
 def read(line: str, options: type = GenerateConfig) -> GenerateConfig:
@@ -95,18 +98,6 @@ def test_a_tree_is_one_text(text, options):
     assert parsing.by_names(GenerateConfig, {"tree": text}) == options
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["large", "nowhere.json", "chain:", "chain:,", "chain:a", "chain:0", "chain:-1", "chain: 3", "chain:3,4", "static:3", "auto:1,2,3,4",
-     "dynamic:²", "dynamic:" + "9" * 5000, "chain;3", "Chain:3", ":3"],
-    ids=lambda text: text[:20],
-)  # fmt: skip
-def test_other_texts_are_no_tree(capsys, text):
-    said = failure(capsys, f"{WITH_HEAD} --tree '{text}'")
-    assert "--tree takes auto, chain, dynamic, static, numbers from 1 on" in said
-    assert "is none of them" in said
-
-
 def test_values_as_texts_have_the_types_of_their_fields():
     """As `/set` of a chat and the methods of benchmarks give them."""
     texts = [
@@ -140,64 +131,84 @@ def test_a_server_has_no_options_of_a_single_run(capsys):
 # ----------------------------------------------------------------------------------------- mistakes
 
 
+# a command line and a part of the line that it is answered with, before torch is imported
+MISTAKES = [
+    # names, files and folders
+    ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
+    (f"{OF_IDS} --eagle nowhere", "no such directory: nowhere"),
+    (f"{OF_IDS} --json .", "is a directory"),
+    (f"{OF_IDS} --json a.txt --trace ./a.txt", "--json and --trace both write a.txt; name another file for one"),
+    (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
+    (f"{OF_IDS} --trace a\0", "--trace has a character that no name can have"),
+    # prompts
+    (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --prompt_ids were given"),
+    ("--prompt ''", "--prompt is empty"),
+    (f"--checkpoint {TARGET}", "no prompt"),
+    ("--prompt_file nowhere.txt", "cannot read nowhere.txt"),
+    (f"--checkpoint {TARGET} --prompt_ids 5,x", "numbers like 5,17,3"),
+    # kinds, choices and ranges
+    (f"{OF_IDS} --no_such_flag", "--no_such_flag"),
+    (f"{OF_IDS} --max_new_tokens 0", "--max_new_tokens must be at least 1"),
+    (f"{OF_IDS} --max_new_tokens many", "--max_new_tokens"),
+    (f"{OF_IDS} --threads 9999", f"--threads must be at most {processors()}; it is 9999"),
+    (f"{OF_IDS} --top_p 0", "--top_p must be in (0, 1]; it is 0.0"),
+    (f"{OF_IDS} --top_p nan", "--top_p must be a number; it is nan"),
+    (f"{OF_IDS} --device tpu", "--device must be cpu or cuda; it is tpu"),
+    (f"{OF_IDS} --draft oracle", "--draft"),
+    (f"{WITH_HEAD} --tree dynamic:,,65", "NODES of --tree (tree_size) must be at most 64; it is 65"),
+    (f"{WITH_HEAD} --tree dynamic:1,4,9", "lower NODES of --tree"),
+    # needs: of sampling, of a draft, of a tree, of a run
+    (f"{OF_IDS} --num_samples 3", "--num_samples has no effect at temperature 0; set --temperature"),
+    (f"{OF_IDS} --draft none --eagle {HEAD}", "--head does nothing with --draft none"),
+    (f"{OF_IDS} --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
+    (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
+    (f"{OF_MODEL} {TARGET} --tree chain:,,9", "is none of them"),
+    (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
+    (f"{OF_IDS} --random llama2-7b --temperature 1 --tree chain --accept residual", "--random takes no --accept residual; drop one of them"),
+    ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
+    (f"{OF_IDS} --compile --plain", "--plain is the opposite of --compile; drop one of them"),
+    (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),
+    # chat templates
+    (f"{ON_DEMO} --chat --prompt a", "--chat NAME"),
+    (f"{ON_DEMO} --chat alpaca --prompt a", "alpaca"),
+    (f"{OF_IDS} --chat vicuna", "prompt_ids"),
+    (f"{ON_DEMO} --prompt a --system b", "demo has none; add --chat NAME with one of llama3"),
+    (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral has no place for a system message; drop --system"),
+    (f"{OF_IDS} --temperature warm", "invalid float value: 'warm'"),
+    (f"{OF_IDS} --dtyp float32", "unrecognized arguments: --dtyp float32; did you mean --dtype?"),
+    (f"{OF_IDS} --dtype int3", "invalid choice: 'int3'"),
+    (f"{OF_IDS} --kv int4", "invalid choice: 'int4' (choose from 'int8')"),
+    *[(f"{WITH_HEAD} --tree '{text}'", "numbers from 1 on") for text in NO_TREES],
+]  # fmt: skip
+
+
+def test_mistakes_are_one_line():
+    """Torch takes seconds: here every import of it, or of numpy, fails."""
+    missing = ("torch", "numpy", "safetensors")
+    ran = run_without(missing, [f"generate.py {line}" for line, _ in MISTAKES])
+    for run, (line, message) in zip(ran, MISTAKES):
+        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, (
+            line,
+            run,
+        )
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
-        # names, files and folders
-        ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
         (f"--checkpoint {TARGET} --prompt a", "--prompt_ids"),  # no tokenizer
-        (f"{OF_IDS} --eagle nowhere", "no such directory: nowhere"),
-        (f"{OF_IDS} --json .", "is a directory"),
-        (f"{OF_IDS} --json a.txt --trace ./a.txt", "--json and --trace both write a.txt; name another file for one"),
-        (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
-        (f"{OF_IDS} --trace a\0", "--trace has a character that no name can have"),
-        # prompts
-        (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --prompt_ids were given"),
-        ("--prompt ''", "--prompt is empty"),
-        (f"--checkpoint {TARGET}", "no prompt"),
-        ("--prompt_file nowhere.txt", "cannot read nowhere.txt"),
         (f"--checkpoint {TARGET} --prompt_ids 5,97", "0..96"),
-        (f"--checkpoint {TARGET} --prompt_ids 5,x", "numbers like 5,17,3"),
         (f"{OF_IDS} --context 4", "prompt has 4 tokens, the context holds 4"),
         (f"{OF_IDS} --context 100000", "beyond the model's 512"),
-        # kinds, choices and ranges
-        (f"{OF_IDS} --no_such_flag", "--no_such_flag"),
-        (f"{OF_IDS} --max_new_tokens 0", "--max_new_tokens must be at least 1"),
-        (f"{OF_IDS} --max_new_tokens many", "--max_new_tokens"),
-        (f"{OF_IDS} --threads 9999", f"--threads must be at most {processors()}; it is 9999"),
-        (f"{OF_IDS} --top_p 0", "--top_p must be in (0, 1]; it is 0.0"),
-        (f"{OF_IDS} --top_p nan", "--top_p must be a number; it is nan"),
-        (f"{OF_IDS} --device tpu", "--device must be cpu or cuda; it is tpu"),
-        (f"{OF_IDS} --draft oracle", "--draft"),
-        (f"{WITH_HEAD} --tree dynamic:,,65", "NODES of --tree (tree_size) must be at most 64; it is 65"),
-        (f"{WITH_HEAD} --tree dynamic:1,4,9", "lower NODES of --tree"),
-        # needs: of sampling, of a draft, of a tree, of a run
-        (f"{OF_IDS} --num_samples 3", "--num_samples has no effect at temperature 0; set --temperature"),
-        (f"{OF_IDS} --draft none --eagle {HEAD}", "--head does nothing with --draft none"),
-        (f"{OF_IDS} --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
-        (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
         (f"{OF_IDS} --draft eagle", "name its directory with --head"),
         (f"{OF_IDS} --tree static", "--tree does nothing with --draft ngram, which has no choice of trees; drop it"),
-        (f"{OF_MODEL} {TARGET} --tree chain:,,9", "is none of them"),
-        (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
         (f"{WITH_HEAD} --draft eagle+ngram --tree dynamic:,,5", "do not fit a tree"),
         ("--random 7b --prompt a", "--random takes one of tiny-0.5b, llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b, or a config.json; it is 7b"),
-        (f"{OF_IDS} --random llama2-7b --temperature 1 --tree chain --accept residual", "--random takes no --accept residual; drop one of them"),
-        ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
-        (f"{OF_IDS} --compile --plain", "--plain is the opposite of --compile; drop one of them"),
-        (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),
-        # a draft model that does not fit
         (f"{OF_MODEL} {DEMO}", "vocab_size is 97 in"),
         (f"{OF_MODEL} {HEAD}", "holds a head of the kind eagle, and no draft model; use --head"),
-        # chat templates
-        (f"{ON_DEMO} --chat --prompt a", "--chat NAME"),
-        (f"{ON_DEMO} --chat alpaca --prompt a", "alpaca"),
-        (f"{OF_IDS} --chat vicuna", "prompt_ids"),
-        (f"{ON_DEMO} --prompt a --system b", "demo has none; add --chat NAME with one of llama3"),
-        (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral has no place for a system message; drop --system"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(capsys, line, message):
+def test_mistakes_that_only_the_files_tell_are_one_line(capsys, line, message):
     assert message in failure(capsys, line)
 
 
@@ -269,7 +280,6 @@ def test_a_full_gpu_is_one_line(capsys):
 
 
 def test_a_cache_in_8_bits_is_for_cpus(capsys, monkeypatch):
-    assert "invalid choice: 'int4' (choose from 'int8')" in failure(capsys, f"{OF_IDS} --kv int4")
     monkeypatch.setattr("run.load.pick_device", lambda name: "cuda")
     said = "--kv int8 is for CPUs, and the device is cuda; drop it"
     assert said in failure(capsys, f"{OF_IDS} --kv int8")

@@ -319,26 +319,6 @@ def run_without(modules: tuple[str, ...], lines: list[str]) -> list[Ran]:
     return [Ran(*each) for each in json.loads(done.stdout)]
 
 
-def test_mistakes_are_answered_before_torch_is_imported():
-    """Torch takes seconds. Here every import of it, or of numpy, fails."""
-    mistakes = {
-        "--temperature warm": "invalid float value: 'warm'",
-        "--tree dynamic:,,99": "must be at most 64; it is 99",
-        "--tree dynamic:1,2,9": "needs 8 candidates",
-        "--tree chain:a": "is none of them",
-        "--dtyp float32": "unrecognized arguments: --dtyp float32; did you mean --dtype?",
-        "--dtype int3": "invalid choice: 'int3'",
-        "--device tpu": "--device must be cpu or cuda; it is tpu",
-        "--checkpoint nowhere": "no such directory: nowhere",
-        "--prompt_file nowhere": "cannot read nowhere",
-        "--json nowhere/out": "there is no directory nowhere",
-    }
-    missing = ("torch", "numpy", "sentencepiece", "safetensors")
-    ran = run_without(missing, [f"generate.py {line}" for line in mistakes])
-    for run, message in zip(ran, mistakes.values()):
-        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, run
-
-
 def test_every_program_prints_its_help_before_pip_has_run():
     """One process tries them one after the other, since starts take longest."""
     programs = [
