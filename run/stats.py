@@ -7,13 +7,14 @@ compares the needs of a session with the memory that is free.
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from files.memory import check_memory, free_bytes
 from files.rank import this_rank
 from reference import row_width
-from run.methods import known_drafters
+from run.methods import source_of
 from steps import Rotate
 
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
@@ -43,25 +44,6 @@ class Stats:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def summary(self) -> dict[str, Any]:
-        """Return the measured part of `--json`'s `stats`.
-
-        tokens: of the answers; the first of each is left out of all rates
-        tau: tokens per cycle and sequence, without those cut at the end
-        """
-        cycles = len(self.accept_lengths)
-        return {
-            "tokens": self.tokens + self.first_tokens,
-            "tau": self.tokens / cycles if cycles else 0.0,
-            "accept_lengths": self.accept_lengths,
-            "cycles": cycles,
-            "tokens_per_s": self.tokens / self.decode_s if self.decode_s else 0.0,
-            "decode_s": self.decode_s,
-            "prefill_s": self.prefill_s,
-            "draft_s": self.draft_s,
-            "verify_s": self.verify_s,
-        }
-
 
 def share_of_equal(expected: Any, result: Any) -> float:
     """Return the share of turns whose tokens are equal in two results (`generate.Result`).
@@ -78,7 +60,13 @@ def share_of_equal(expected: Any, result: Any) -> float:
 
 
 def summary(engine: Any, stats: Stats) -> dict[str, Any]:
-    """Return the `stats` object of `--json`. engine: `decode.Engine`."""
+    """Return the `stats` object of `--json`. engine: `decode.Engine`.
+
+    tokens: of the answers; the first of each is left out of all rates
+    tau: tokens per cycle and sequence, without those cut at the end
+    """
+    cycles = len(stats.accept_lengths)
+    rate = stats.tokens / stats.decode_s if stats.decode_s else 0.0
     report: dict[str, Any] = {}
     if engine.config.random:  # its numbers never go without its name
         report["random"] = engine.config.random
@@ -88,13 +76,23 @@ def summary(engine: Any, stats: Stats) -> dict[str, Any]:
     table = engine.policy.table(stats.presets)
     if table:
         report["tree_auto"] = table
-    report |= stats.summary()
-    report["drafted_by"] = _sources(engine, stats)
-    report["estimate"] = _estimate(report, len(stats.presets))
-    report["compile_s"] = engine.compile_s
-    report["load_s"] = engine.load_s
-    report["peak_memory_bytes"] = peak_memory_bytes(engine.device.type)
-    return report
+    drafted = Counter(source_of(engine, preset) for preset, _ in stats.presets)
+    return report | {
+        "tokens": stats.tokens + stats.first_tokens,
+        "tau": stats.tokens / cycles if cycles else 0.0,
+        "accept_lengths": stats.accept_lengths,
+        "cycles": cycles,
+        "tokens_per_s": rate,
+        "decode_s": stats.decode_s,
+        "prefill_s": stats.prefill_s,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+        "drafted_by": [source for source, _ in drafted.most_common() if source],
+        "estimate": _estimate(table, rate, cycles, len(stats.presets)),
+        "compile_s": engine.compile_s,
+        "load_s": engine.load_s,
+        "peak_memory_bytes": peak_memory_bytes(engine.device.type),
+    }
 
 
 def stats_line(stats: dict[str, Any], cut: str = "", doubt: str = "") -> str:
@@ -155,28 +153,16 @@ def _details(stats: dict[str, Any]) -> str:
     return line
 
 
-def _sources(engine: Any, stats: Stats) -> list[str]:
-    """Return the names of what drafted, the most used first."""
-    rows = engine.policy.table(stats.presets)
-    own = known_drafters()[engine.option("draft") or "eagle"].source
-    counts: dict[str, int] = {}
-    for preset, _ in stats.presets:
-        if engine.presets[preset].size > 1:
-            source = rows[preset]["source"] if rows else own
-            counts[source] = counts.get(source, 0) + 1
-    return sorted(counts, key=counts.__getitem__, reverse=True)
-
-
-def _estimate(stats: dict[str, Any], passes: int) -> float | None:
+def _estimate(table: list[dict], rate: float, cycles: int, passes: int) -> float | None:
     """Return the rate over the one without drafting, as --tree auto estimates it.
 
-    passes: of all sequences together. Returns: None where there is no estimate
+    table: `tree_auto` of `summary`; rate: tokens per second; cycles: of each sequence; passes: of
+    all sequences together. Returns: None where there is no estimate
     """
-    table = stats.get("tree_auto")
     if not table or not passes or not table[0]["predicted_ms"]:
         return None
-    sequences = stats["cycles"] / passes  # that a pass decodes
-    return stats["tokens_per_s"] * table[0]["predicted_ms"] / 1e3 / sequences
+    sequences = cycles / passes  # that a pass decodes
+    return rate * table[0]["predicted_ms"] / 1e3 / sequences
 
 
 def explain(drafted: dict[str, Any], vanilla_s: float, vanilla_tokens: float = 1.0) -> str:
