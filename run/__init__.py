@@ -16,7 +16,7 @@ ADDS = {
     "operators": {name: f"run.clock:{name}" for name in OPERATORS},
     "program": {"generate": "run.start:main", "quantize": "run.quantize:main"},
     "command": {
-        "decode": "run.generate:main_of_rank",
+        "decode": "run.generate:main",
         "chat": "run.repl:chat",
         "keys": "run.keyboard:Keyboard",
         "printer": "run.terminal:printer",

@@ -445,26 +445,25 @@ def write_files(engine: Engine, result: Result, profiler: Any) -> None:
 
 
 def main(argv: list[str] | None = None, command: Command | None = None) -> None:
-    """Run the command line. command: the result of `read_command`, where it is there already"""
-    config, prompts, text, to_end, keys = command or read_command(argv)
-    with one_line_errors("generate.py"):
-        config = of_ranks("init_ranks", lambda config, prompts: config)(config, prompts)
-        # prompts of a file have the options of the command; a chat may set others
-        engine = load(config, text, shapes=config.interactive)
-        if to_end and engine.template is not None:
-            engine = replace(engine, config=replace(engine.config, max_new_tokens=engine.context))
-        if not config.interactive:
-            return main_loop(engine, prompts)
-        try:
-            load_part("command", "chat")(engine, encode, keys)
-        finally:
-            if keys is not None:
-                keys.close()
+    """Run the command line in this process, which may be one of torchrun's ranks.
 
-
-def main_of_rank(command: Command | None) -> None:
-    """Run the command line in this process, which may be one of torchrun's ranks."""
+    command: the result of `read_command`, where it is there already
+    """
     with one_line_errors("generate.py"):
         report = of_ranks("report_from_rank_0", nullcontext)
     with report("generate.py"):
-        main(command=command)
+        config, prompts, text, to_end, keys = command or read_command(argv)
+        with one_line_errors("generate.py"):
+            config = of_ranks("init_ranks", lambda config, prompts: config)(config, prompts)
+            # prompts of a file have the options of the command; a chat may set others
+            engine = load(config, text, shapes=config.interactive)
+            if to_end and engine.template is not None:
+                own = replace(engine.config, max_new_tokens=engine.context)
+                engine = replace(engine, config=own)
+            if not config.interactive:
+                return main_loop(engine, prompts)
+            try:
+                load_part("command", "chat")(engine, encode, keys)
+            finally:
+                if keys is not None:
+                    keys.close()

@@ -199,23 +199,20 @@ def read_settings(options: type, texts: list[str]) -> dict[str, Any]:
     """
     known = {f.name: f for f in fields(options)}
     known |= {f.metadata["alias"]: f for f in known.values() if f.metadata["alias"]}
-    values = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         name = name.replace("-", "_")
         require(equals != "", f"an option is set by name=value, as seed=1; it is {text!r}")
         require(name in known, f"there is no option {name}{did_you_mean(name, known)}")
-        values[name] = _value_of(known[name], value)
+        kind = known[name].type
+        if kind in SWITCHES:
+            value = {"true": True, "false": False}.get(value.lower(), value)
+        if kind in NUMBERS:
+            with suppress(ValueError):
+                value = NUMBERS[kind](value)
+        values[name] = value
     return values
-
-
-def _value_of(f: Field, text: str) -> Any:
-    if f.type in SWITCHES:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    if f.type in NUMBERS:
-        with suppress(ValueError):
-            return NUMBERS[f.type](text)
-    return text
 
 
 def _with_underscores(word: str) -> str:

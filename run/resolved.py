@@ -27,10 +27,8 @@ def tree_options(drafter: Drafter) -> dict[str, Any]:
     tree = drafter.tree
     if isinstance(tree, DynamicTree):
         options = {"tree": "dynamic", "tree_topk": tree.topk, "tree_size": tree.size}
-    elif tree.width == 1:
-        options = {"tree": "chain", "tree_paths": tree.paths}
     else:
-        options = {"tree": "static", "tree_paths": tree.paths}
+        options = {"tree": "chain" if tree.width == 1 else "static", "tree_paths": tree.paths}
     if drafter.vocab.ids is not None:
         options["draft_vocab"] = drafter.vocab.drafted
     if drafter.graft:

@@ -57,7 +57,7 @@ def main() -> None:
     gc.freeze()  # later collections, and those at the end, leave the imports' objects out
     gc.enable()
     try:
-        decode(command)
+        decode(command=command)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
