@@ -147,7 +147,7 @@ class Sampling(NamedTuple):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one
 
     is_shaped = False  # whether more than these changes the distribution, as in run/options.py
 
