@@ -30,15 +30,15 @@ from torch import Tensor, nn
 
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftVocab
-from drafts.block_heads import BlockConfig, block_names, is_unused, read_block_head, read_vocab
+from drafts.block_heads import BlockConfig, block_names, read_block_head, read_vocab
 from drafts.correlator import Correlator
-from drafts.level_draft import LevelDrafter, fill_head, head_options, last_of, tree_of
-from files.checkpoint import WeightFiles
-from files.heads import head_files, is_same_embedding
-from files.io import is_gguf
+from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
+from eagle_draft import fill
+from files.checkpoint import saved_quantization
+from files.heads import HeadFiles, head_files, is_same_embedding, is_unused
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, windows_of
-from quantize import Linear, Quantization
+from quantize import BLOCKS, Linear, Quantization
 from reference import TORCH
 from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
@@ -420,13 +420,13 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     quant: quantize while loading, unless the files are quantized already
     Raises: ValueError for a head of another target, or broken files.
     """
-    form = quant.format if quant else "none"
-    files = head_files(path, form) if is_gguf(path) else WeightFiles(path)
+    files = HeadFiles(path, head_files(path, BLOCKS if quant and quant.is_blocks else ""), "block")
     config = read_block_head(files, target.config)
     with torch.device("meta"):
         head = BlockHead(config)
-    head.vocab = read_vocab(files, config, target.norm.weight.device)
-    fill_head(head, target, files, block_names(config), quant, is_unused, config.model)
+    head.vocab = read_vocab(files, config)
+    quant = saved_quantization(files.config) or quant
+    fill(head, target, files, block_names(head), quant, is_unused)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
     return head

@@ -21,12 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from files.fields import integer, key, positive
 from options import load_part
 from quantize import Linear
 from steps import Add, Attend, Norm, Project, Rows, Step
 
 Qwen = load_part("config", "qwen")
 WindowAttend = load_part("step", "WindowAttend")
+SIZE = integer(1, 2**20)
 INJECTED = ("readouts", "writes", "message", "receiver_gate", "predecessor_gate")
 
 
@@ -36,11 +38,13 @@ class BlockModel(Qwen):
 
     window: int = 0  # sliding_window (tokens)
     sliding_layers: tuple[int, ...] = ()  # layer_types: those with the window
-    conv_taps: int = 0  # conv_kernel_size: positions that a convolution mixes; 0: none
-    conv_group: int = 1  # conv_group_size: numbers of a row that share a dynamic weight
-    input_scale: float = 1.0  # input_embedding_scale
-    transfer_rank: int = 0  # numbers of a token's code; 0: none is handed on
-    message_size: int = 0  # numbers that a position makes of its predecessor's code
+    # positions that a convolution mixes; 0: none
+    conv_taps: int = key(integer(1, 256), 0, "conv_kernel_size")
+    # numbers of a row that share a dynamic weight
+    conv_group: int = key(SIZE, 1, "conv_group_size")
+    input_scale: float = key(positive(1e6), 1.0, "input_embedding_scale")
+    transfer_rank: int = key(SIZE, 0)  # numbers of a token's code; 0: none is handed on
+    message_size: int = key(SIZE, 512)  # numbers that a position makes of its predecessor's code
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -7,28 +7,25 @@
    product of the distributions (DDTree, arXiv 2604.12989).
 3. When sampling, a level's scores carry the noise of its draw, as in every `TreeDrafter`.
 
-`head_options`, `last_of`, `fill_head` and `tree_of` also serve heads that take turns, as Hydra's.
+`head_options`, `last_of` and `tree_of` also serve heads that take turns, as Hydra's.
 Not here: the passes (token_draft.py, block_draft.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
-from files.checkpoint import TensorSource, saved_quantization
 from kv_cache import Window
-from model import ModelConfig, RotaryEmbeddings, Transformer
+from model import Transformer
 from options import require
-from quantize import Quantization, Storage, load_weights
-from reference import use_backend
+from quantize import Quantization
 from run.options import DEPTH, MEDUSA_PATHS, GenerateConfig
 
 
@@ -75,30 +72,6 @@ def head_options(
     """
     options: dict[str, Any] = {"children": config.child_rule}
     return Quantization.of(config.quant_draft, config.group_size), options
-
-
-def fill_head(
-    head: nn.Module,
-    target: Transformer,
-    files: TensorSource,
-    names: dict[str, tuple[str, ...]],
-    quant: Quantization | None,
-    unused: Callable[[str], bool],
-    layers: ModelConfig | None = None,
-) -> None:
-    """Load the weights of a head on the meta device, in the target's dtype and on its device.
-
-    names, unused: `names` and `ignored` of `load_weights`
-    quant: quantize while loading, unless the files are quantized already
-    layers: the config of its layers with rotary embeddings, if it has any
-    Raises: ValueError for broken files. Writes: the head.
-    """
-    weight = target.norm.weight
-    quant = saved_quantization(files.config) or quant
-    load_weights(head, files, names, Storage(weight.dtype, str(weight.device), quant), unused)
-    if layers:
-        head.ropes = RotaryEmbeddings(layers.ropes, weight.device)
-    use_backend(head.eval(), target.backend)
 
 
 def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | StaticTree:

@@ -29,8 +29,7 @@ from draft_tree import DraftTree, DynamicTree, StaticTree
 from drafters import DraftInputs
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
 from files.checkpoint import TensorSource
-from files.config import EMBEDDING, LM_HEAD, read_config, read_raw
-from files.heads import read_eagle2
+from files.config import EMBEDDING, LM_HEAD, config_from, read_config, read_raw
 from files.io import read_json
 from model import DTYPES, ModelConfig, Transformer, weight_names
 from options import log_note, require
@@ -188,7 +187,7 @@ def head_source(target: ModelConfig, device: str) -> TensorSource:
     """Return the tensors of an EAGLE-2 head with one layer of LLaMA in the target's sizes."""
     sizes = (target.dim, 1, target.n_heads, target.n_kv_heads, target.ffn_dim, target.vocab_size)
     raw = dict(zip(SIZES, sizes)) | {"head_dim": target.head_dim, "torch_dtype": target.dtype}
-    own: EagleConfig = read_eagle2(Path("--random"), raw)
+    own = EagleConfig(config_from(raw, "LlamaForCausalLM"))
     with torch.device("meta"):
         head = EagleHead(own)
     return RandomWeights(raw, sizes_of(head), head.weight_names(), qkv_of(own.model), device)

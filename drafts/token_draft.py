@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, TreeDrafter
-from drafts.level_draft import LevelDrafter, fill_head, head_options, last_of, tree_of
-from eagle_draft import EagleState
-from files.checkpoint import WeightFiles
+from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
+from eagle_draft import EagleState, fill
+from files.checkpoint import WeightFiles, saved_quantization
 from files.head_kinds import head_kind
 from files.token_heads import TokenHeads, is_unused, read_token_heads
 from kv_cache import KVCache, Window, causal_window
-from model import Layer, RotaryEmbeddings, Transformer, run_layers, windows_of
+from model import Layer, Transformer, run_layers, windows_of
 from quantize import Linear, Quantization
 from reference import TORCH, Backend
 from run.draft_method import DraftMethod, method_of
@@ -45,11 +45,13 @@ from steps import Rows, add_modules, run_steps
 class Heads(nn.Module):
     """The blocks behind the first one of all heads, and their LM heads."""
 
+    vocab = None  # all tokens are drafted
+
     def __init__(self, config: TokenHeads):
         super().__init__()
         self.config = config
         self.prefix: nn.ModuleList | None = None
-        dim = config.dim
+        dim = config.model.dim
         every = range(config.heads)
         self.deeper = nn.ModuleList(
             nn.ModuleList(Linear(dim, dim) for _ in range(config.layers - 1)) for _ in every
@@ -57,7 +59,7 @@ class Heads(nn.Module):
         bias = config.kind == "hydra"
         lm_heads = every if config.own_lm_heads else ()
         self.lm_heads = nn.ModuleList(
-            Linear(dim, config.vocab_size, bias, fp32_out=True) for _ in lm_heads
+            Linear(dim, config.model.vocab_size, bias, fp32_out=True) for _ in lm_heads
         )
 
     def finish(self, x: Tensor, head: int) -> Tensor:
@@ -72,7 +74,7 @@ class MedusaHeads(Heads):
 
     def __init__(self, config: TokenHeads):
         super().__init__(config)
-        self.first = Linear(config.dim, config.heads * config.dim)
+        self.first = Linear(config.model.dim, config.heads * config.model.dim)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the input of every LM head: [..., F] -> [..., D, F]."""
@@ -88,15 +90,14 @@ class HydraHeads(Heads):
 
     def __init__(self, config: TokenHeads):
         super().__init__(config)
-        dim = config.dim
+        dim = config.model.dim
         self.first = nn.ModuleList(  # W above R
             Linear((i + 2) * dim, 2 * dim) for i in range(config.heads)
         )
         if config.prefix:
-            self.prefix = nn.ModuleList([Layer(config.prefix.layer(0))])
-            self.last = config.prefix.last()
+            self.prefix = nn.ModuleList([Layer(config.model.layer(0))])
+            self.last = config.model.last()
             add_modules(self, self.last)
-            self.ropes = RotaryEmbeddings(config.prefix.ropes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input of a level's LM head: [..., (i + 2) F] -> [..., F], level i."""
@@ -106,7 +107,7 @@ class HydraHeads(Heads):
 
     def level(self, x: Tensor) -> int:
         """Return the level of a node's children by the width of its output."""
-        return x.shape[-1] // self.config.dim - 2
+        return x.shape[-1] // self.config.model.dim - 2
 
     def attend(self, features: Tensor, positions: Tensor, cache: Any, window: Any) -> Tensor:
         """Run the prefix layer. Writes: the cache at `window.slots`.
@@ -185,7 +186,7 @@ class HydraDrafter(TokenDrafter):
         if not self.heads.prefix:
             return state
         hidden = state.hidden
-        config = self.heads.config.prefix
+        config = self.heads.config.model
         cache = KVCache.empty(config, batch, slots, hidden.dtype, str(hidden.device))
         return EagleState(cache, state.length, hidden)
 
@@ -236,7 +237,8 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     config = read_token_heads(files, head_kind(path), target.config)
     with torch.device("meta"):
         heads = make_heads(config)
-    fill_head(heads, target, files, config.names(), quant, is_unused, config.prefix)
+    quant = saved_quantization(files.config) or quant
+    fill(heads, target, files, config.names(), quant, is_unused)
     return heads
 
 

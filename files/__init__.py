@@ -15,7 +15,7 @@ ADDS = {
         # for checkpoints of one kind, or where an option asks for it
         "codes of others": "files.gptq_awq:QuantizedFiles",
         "config of codes": "files.quant_config:as_ours",
-        "eagle3": "files.eagle3_heads",
+        "eagle3": "files.eagle_variants",
         "gguf": "files.gguf:GgufFile",
         "gguf head": "files.gguf_heads:GgufHead",
         "gguf header": "files.gguf_header:read_header",

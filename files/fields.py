@@ -1,7 +1,7 @@
 """Declare and check the keys of JSON files by others: a key is a dataclass field with a rule.
 
-`read_fields` reads the keys that a dataclass declares with `key` from a JSON object. `naming` puts
-the name of the file before an error message, and the remedy after it.
+`read_fields` reads the keys that a dataclass declares with `key` from a JSON object, and `keys_of`
+writes them. `naming` puts the name of the file before an error message, and the remedy after it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,32 +82,50 @@ TOKEN_IDS = Rule(
 )
 
 
-def key(rule: Rule, default: Any = MISSING) -> Any:
+def key(rule: Rule, default: Any = MISSING, name: str = "") -> Any:
     """Declare a dataclass field that is also a key of a JSON file.
 
     default: the value where the key is missing or null; without one, the key is required
+    name: of the key; default: the field's
     """
-    return field(default=default, metadata={"rule": rule})
+    return field(default=default, metadata={"rule": rule, "key": name})
 
 
-def read_fields(raw: dict, kind: type) -> Any:
+def key_of(declared: Field) -> str:
+    """Return the key that a field is read from; "": it is none."""
+    if "rule" not in declared.metadata:
+        return ""
+    return declared.metadata["key"] or declared.name
+
+
+def read_fields(raw: dict, kind: type, **others: Any) -> Any:
     """Read the keys that the dataclass `kind` declares with `key` from a JSON object.
 
+    others: values of its other fields, or in place of the keys'
     Raises: ValueError that names the key, its rule and the value.
     """
     values = {}
     for declared in fields(kind):
-        name = declared.name
+        name = key_of(declared)
+        if not name:
+            continue
         value = raw.get(name)
         rule = declared.metadata["rule"]
-        if value is None and declared.default is MISSING:
+        is_needed = declared.default is MISSING and declared.name not in others
+        if value is None and is_needed:
             raise ValueError(f"the key {name!r} is missing")
         if value is None:
             continue
         if not rule.holds(value):
             raise ValueError(f"{name} must be {rule.text}; it is {reprlib.repr(value)}")
-        values[name] = value
-    return kind(**values)
+        values[declared.name] = value
+    return kind(**values | others)
+
+
+def keys_of(record: Any) -> dict[str, Any]:
+    """Return the keys of a JSON file that a record is read from, each with its value."""
+    found = {key_of(declared): getattr(record, declared.name) for declared in fields(record)}
+    return {name: value for name, value in found.items() if name}
 
 
 # keys of config.json that hold for the text part of a model, too

@@ -35,7 +35,7 @@ from files.registry import gguf_names, gguf_refusal, row_named, row_of_gguf
 from model import Rope, rope_frequencies
 from options import require
 
-STORED = ("F32", "F16", "BF16")
+STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.int16, "I64": np.int64}
 # torch warns of a mapping that cannot be written to; nothing writes to this one
 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 MOST_EXPERTS = 1024
@@ -61,6 +61,7 @@ TYPES = {  # by the number in the file. Source: the package gguf, GGML_QUANT_SIZ
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
     30: Type("BF16", 1, 2),
+    27: Type("I64", 1, 8),
     8: Type("Q8_0", 32, 34),
     2: Type("Q4_0", 32, 18),
     3: Type("Q4_1", 32, 20),
@@ -336,12 +337,9 @@ class GgufFile(TensorSource):
         Returns: [elements], in the file's own dtype, or fp32 for blocks.
         """
         type_name, block, block_size = TYPES[type_id]
-        if type_name == "F32":
-            return torch.from_numpy(blocks.view(np.float32).copy())
-        if type_name == "F16":
-            return torch.from_numpy(blocks.view(np.float16).copy())
-        if type_name == "BF16":
-            return torch.from_numpy(blocks.view(np.int16).copy()).view(torch.bfloat16)
+        if type_name in STORED:
+            stored = torch.from_numpy(blocks.view(STORED[type_name]).copy())
+            return stored.view(torch.bfloat16) if type_name == "BF16" else stored
         elements = len(blocks) // block_size * block
         if _read_without_package(type_name):
             rounded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -17,20 +17,31 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from files.gguf import NAMES, GgufFile, config_of, embedding_shape
-from files.gguf_header import Header, read_header
+from files.head_kinds import AUX
 from files.keys import FULL, SLIDING
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"
 D2T = "d2t"
-I64 = 27  # the type of d2t, by its number in the file
+# llama.cpp's keys -> those of the layouts (files/heads.py, drafts/block_heads.py)
+KEYS = {
+    "target_layers": AUX,
+    "target_hidden_size": "target_hidden_size",
+    "norm_before_residual": "norm_before_residual",
+    "norm_before_fc": "norm_before_fc",
+    "attention.causal": "causal",
+    "embedding_scale": "input_embedding_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+}
 SHARPNESS = "gpt_eagle.draft_sharpness"  # ours: llama.cpp reads no such key
 # keys that change the function, and the values with which they do not
 NEUTRAL_VALUES = {"attention.scale": 0.0, "attention.value_scale": 1.0}
@@ -60,43 +71,11 @@ class GgufHead(GgufFile):
         f"{theirs}_conv_proj": f"{ours}.kernel_projection" for theirs, ours in CONVOLUTIONS.items()
     }
 
-    def __init__(self, path: Path):
-        """Read the header. Raises: ValueError as for a model, and for ids that are not whole."""
-        super().__init__(path)
-        if self.d2t:
-            self.readers[D2T] = self._distances().clone
-
-    def _read_header(self) -> Header:
-        """Read the header, and leave out `d2t`, which is no weight. Writes: d2t, names."""
-        header = read_header(self.path)
-        self.is_eagle3 = header.metadata.get("general.architecture") == EAGLE3
-        further = {"enc.output_norm": "hidden_norm"} | DFLASH_NAMES
-        self.names = NAMES | ({"enc.output_norm": "input_norm"} if self.is_eagle3 else further)
-        self.d2t = header.tensors.get(D2T)
-        weights = {name: info for name, info in header.tensors.items() if name != D2T}
-        return header._replace(tensors=weights)
-
-    def _distances(self) -> Tensor:
-        """Read `d2t` as the layouts hold it, [Vd] int64. Raises: ValueError."""
-        info = self.d2t
-        file = info.file
-        start = info.offset
-        if info.type_id != I64 or len(info.shape) != 1:
-            raise ValueError(
-                f"{self.path}: d2t must be a list of token ids, of the type I64; it has the shape "
-                f"{list(info.shape)} and the type {info.type_id}; convert the head again"
-            )
-        (count,) = info.shape
-        if start + 8 * count > len(file):
-            raise ValueError(
-                f"{self.path} is truncated: d2t ends at byte {start + 8 * count} of {len(file)}; "
-                "download it again"
-            )
-        ids = torch.from_numpy(np.frombuffer(file, np.int64, count, start).copy())
-        return ids - torch.arange(count)
-
     def _readers(self, name: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """Yield the tensors as for a model; a head's names have no prefix."""
+        if name == D2T:
+            yield D2T, self._distances
+            return
         kernel = re.fullmatch(r"blk\.(\d+)\.(attn|ffn)_conv_base", name)
         if kernel:
             official = f"layers.{kernel[1]}.{CONVOLUTIONS[kernel[2]]}.base_kernel"
@@ -105,16 +84,24 @@ class GgufHead(GgufFile):
         for official, read in super()._readers(name):
             yield official.removeprefix("model."), read
 
+    def _distances(self) -> Tensor:
+        """Read `d2t` as the layouts hold it, [Vd] int64."""
+        ids = self._tensor(D2T)
+        return ids - torch.arange(ids.numel()).view(ids.shape)
+
     def _read_config(self, type_names: dict[str, str]) -> dict:
         """Return the content of a config.json. Raises: ValueError for an unsupported key."""
         header = self._header
         metadata = header.metadata
         architecture = metadata["general.architecture"]
+        is_eagle3 = architecture == EAGLE3
+        further = {"enc.output_norm": "input_norm" if is_eagle3 else "hidden_norm"}
+        self.names = NAMES | DFLASH_NAMES | further
 
         def key(name: str) -> str:
             return f"{architecture}.{name}"
 
-        neutral_values = NEUTRAL_VALUES | (NEUTRAL_OF_EAGLE3 if self.is_eagle3 else {})
+        neutral_values = NEUTRAL_VALUES | (NEUTRAL_OF_EAGLE3 if is_eagle3 else {})
         for name, neutral in neutral_values.items():
             value = metadata.get(key(name), neutral)
             if value != neutral:
@@ -129,63 +116,33 @@ class GgufHead(GgufFile):
             embedding = (vocab_size, metadata.size(key("embedding_length")))
         config = config_of(header, type_names, embedding)
         config |= {"tie_word_embeddings": False, "use_sliding_window": False}
-        further = self._eagle3_keys if self.is_eagle3 else self._dflash_keys
-        return config | further(key)
-
-    def _eagle3_keys(self, key: Callable[[str], str]) -> dict:
-        """Return the further keys of `files.eagle3_heads.HFEagle3Head`."""
-        metadata = self._header.metadata
-        keys = {
-            "target_hidden_size": metadata.size(key("target_hidden_size")),
-            "norm_before_residual": metadata.read(key("norm_before_residual"), bool, False),
-            "norm_before_fc": metadata.read(key("norm_before_fc"), bool, False),
-            "draft_sharpness": metadata.positive(SHARPNESS, 1.0),
-            "eagle_aux_hidden_state_layer_ids": self._target_layers(key),
+        config |= {
+            ours: metadata[key(name)] for name, ours in KEYS.items() if key(name) in metadata
         }
-        if self.d2t:
-            keys["draft_vocab_size"] = self.d2t.shape[0]
-        return keys
+        config["draft_sharpness"] = metadata.positive(SHARPNESS, 1.0)
+        if AUX not in config:
+            older = "extract_layers" if key("extract_layers") in metadata else "target_layers"
+            config[AUX] = metadata.read(key(older), list)
+        if D2T in header.tensors:
+            config["draft_vocab_size"] = header.tensors[D2T].shape[0]
+        return config if is_eagle3 else config | self._dflash_keys(key)
 
     def _dflash_keys(self, key: Callable[[str], str]) -> dict:
-        """Return the further keys of `files.block_heads.HFBlockHead`."""
+        """Return the keys of a block drafter that are not under one name in both."""
         metadata = self._header.metadata
         keys = {
             "architectures": ["Qwen3ForCausalLM"],  # its layers; their queries are not interleaved
-            "block_size": metadata.size(key("block_size"), 16),
+            "block_size": metadata.get(key("block_size"), 16),
             "mask_token_id": metadata.read("tokenizer.ggml.mask_token_id", int),
-            "target_layer_ids": [layer - 1 for layer in self._target_layers(key)],
-            "is_causal": metadata.read(key("attention.causal"), bool, False),
-            "input_embedding_scale": metadata.positive(key("embedding_scale"), 1.0),
-            "output_multiplier": metadata.read(key("logit_scale"), float, 0.0) or 1.0,
-            "final_logit_softcapping": metadata.read(key("final_logit_softcapping"), float, 0.0),
+            "output_multiplier": metadata.get(key("logit_scale")) or 1.0,
         }
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if key(name) in metadata:
-                keys[name] = metadata.size(key(name))
-        if self.d2t:
-            keys["draft_vocab_size"] = self.d2t.shape[0]
         markov = self._header.tensors.get("markov_w1.weight")
         if markov:
             keys["markov_rank"] = markov.shape[-1]
-            keys["sample_from_anchor"] = metadata.read(key("sample_from_anchor"), bool, True)
+            keys["sample_from_anchor"] = metadata.get(key("sample_from_anchor"), True)
         window = metadata.read(key("attention.sliding_window"), int, 0)
         if window:
             slides = metadata.read(key("attention.sliding_window_pattern"), list)
             keys |= {"use_sliding_window": True, "sliding_window": window}
             keys["layer_types"] = [SLIDING if each else FULL for each in slides]
         return keys
-
-    def _target_layers(self, key: Callable[[str], str]) -> list[int]:
-        """Return the layers of the target whose inputs fc takes. Raises: ValueError."""
-        metadata = self._header.metadata
-        name = key("target_layers")
-        older = key("extract_layers")
-        if older in metadata and name not in metadata:
-            name = older
-        layers = metadata.read(name, list)
-        if not layers or any(type(layer) is not int for layer in layers):
-            raise ValueError(
-                f"{self.path}: the metadata {name} must list layers; it is {reprlib.repr(layers)}; "
-                "convert the head again"
-            )
-        return layers

@@ -1,29 +1,86 @@
-"""Tell the kind of a trained head by its files, before its weights are read.
+"""The published layouts of draft heads, and the kind of a head by its files.
 
-A GGUF file names its architecture. In a directory, every kind but EAGLE's has marks of its own:
-keys of config.json, or names of files. One with the marks of several kinds is refused. The kinds
-are values of `--draft` (run/options.py).
-Not here: reading the heads (files/heads.py, files/token_heads.py).
+A row of `LAYOUTS` says how its files are told from others, and how their tensors are named in the
+layout that is read (`official`): Medusa's, Hydra's, z-lab's of block drafters, SafeAILab's of
+EAGLE. Kinds are values of `--draft` (run/options.py). Files with the marks of several kinds are
+refused. No torch is imported.
+Not here: reading the heads (files/heads.py, files/token_heads.py), the keys of their config.json.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from files.io import bundled_head, is_gguf, read_json
-from options import load_part, require
+from options import load_part
 
-# kind -> keys of config.json, beginnings of files' names or nothing
-MARKS = {
-    "medusa": (("medusa_num_heads", "medusa_num_layers"), "medusa_lm_head."),
-    "hydra": (("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"), "hydra_lm_head."),
-    "block": (("dflash_config", "block_size"), ""),
-}
-MODEL_TYPES = {"gemma4_assistant": "assistant"}  # of config.json
-ARCHITECTURES = {"eagle3": "eagle", "dflash": "block"}  # of GGUF files
+
+class Layout(NamedTuple):
+    """The layouts of one family of heads, which are read in the same way."""
+
+    title: str
+    kind: str
+    keys: tuple[str, ...] = ()  # of config.json, which no other kind has
+    model_type: str = ""  # the value of that key of config.json
+    files: str = ""  # beginning of the names of its weights
+    architecture: str = ""  # of llama.cpp's files
+    tensors: str = ""  # begins the name of one tensor at least; "": they are not read (a pattern)
+    renames: tuple[tuple[str, str], ...] = ()  # patterns in tensors' names -> the official ones
+
+    def official(self, name: str) -> str:
+        """Return the official name of a tensor."""
+        for theirs, ours in self.renames:
+            name = re.sub(theirs, ours, name)
+        return name
+
+
+EAGLE3 = Layout(  # midlayer: SafeAILab's and SpecForge's; model.: NeMo's; layers.0: all others'
+    "EAGLE-3 and P-EAGLE",
+    "eagle",
+    architecture="eagle3",
+    tensors=r"midlayer\.|(.*\.)?layers\.0\.hidden_norm\.weight",
+    renames=((r"^model\.", ""), (r"^layers\.0\.", "midlayer.")),
+)
+EAGLE1 = Layout("EAGLE-1 and 2", "eagle", tensors=r"fc\.weight")
+EAGLE1_SPECULATORS = Layout(
+    "EAGLE-1 of speculators",
+    "eagle",
+    tensors=r"fusion_fc\.weight",
+    renames=((r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0.")),
+)
+BLOCK = Layout(
+    "DFlash, DFlash2, JetSpec, DSpark, DSpine and LiLiCorr",
+    "block",
+    keys=("dflash_config", "block_size"),
+    architecture="dflash",
+    tensors=r"hidden_norm\.weight",
+    # z-lab's class has the codebooks in embeddings; DSpine's injections are of a layer, or of all
+    renames=(
+        (r"_codebook\.weight$", "_codebook"),
+        (r"^injection\.(\w+)\.(\d+)\.", r"layers.\2.injection.\1."),
+    ),
+)
+LAYOUTS = (
+    Layout("Medusa", "medusa", ("medusa_num_heads", "medusa_num_layers"), files="medusa_lm_head."),
+    Layout(
+        "Hydra",
+        "hydra",
+        ("hydra_num_heads", "hydra_num_layers", "hydra_head_arch"),
+        files="hydra_lm_head.",
+    ),
+    Layout("assistants of Gemma 4", "assistant", model_type="gemma4_assistant"),
+    BLOCK,
+    EAGLE3,
+    EAGLE1,
+    EAGLE1_SPECULATORS,
+)
+ARCHITECTURES = {layout.architecture: layout.kind for layout in LAYOUTS if layout.architecture}
+AUX = "aux_hidden_state_layer_ids"  # a key: the layers of the target whose inputs fc takes
 MTP = "mtp"  # the kind of a head that is a layer of the checkpoint
 FIRST_NORM = "blk.0.attn_norm.weight"  # of a model; llama.cpp's files of an MTP layer alone lack it
-MOST_HEADER = 10**8  # bytes of a safetensors file's names, as in safetensors
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of an EAGLE head, or of a block drafter
 
 
@@ -35,32 +92,6 @@ def gguf_head_kind(path: Path) -> str:
     if layers and FIRST_NORM not in header.tensors:
         return MTP
     return ARCHITECTURES.get(architecture, "")
-
-
-def check_mtp(path: Path) -> None:
-    """Check that a checkpoint may hold an MTP layer, by the names of its tensors alone.
-
-    Names in .bin files are not read, which needs torch.
-    Raises: ValueError where no name is one of such a layer's.
-    """
-    if is_gguf(path):
-        names = " ".join(load_part("reader", "gguf header")(path).tensors).encode()
-    else:
-        names = _names_in(path)
-    held = names is None or b"mtp" in names or b".nextn." in names
-    fault = f"{path} holds no MTP layer (no tensor is named so)"
-    require(held, f"{fault}; drop --draft mtp, or use a checkpoint with it")
-
-
-def _names_in(path: Path) -> bytes | None:
-    """Read the JSON text that names a directory's tensors; None: it has none."""
-    index = path / "model.safetensors.index.json"
-    whole = path / "model.safetensors"
-    if whole.is_file():
-        with whole.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return file.read(min(size, MOST_HEADER))
-    return index.read_bytes() if index.is_file() else None
 
 
 def head_kind(path: Path) -> str:
@@ -78,16 +109,15 @@ def head_kind(path: Path) -> str:
             )
         return kind
     raw = read_json(path / "config.json")
-    kind = MODEL_TYPES.get(str(raw.get("model_type")))
-    if kind:
-        return kind
-    mark_of = {}  # kind -> its marks
-    for kind, (keys, beginning) in MARKS.items():
-        marks = [f"the key {key}" for key in keys if key in raw]
-        if beginning:
-            marks += sorted(file.name for file in path.glob(f"{beginning}*"))
+    mark_of = {}  # kind -> its last mark
+    for layout in LAYOUTS:
+        if layout.model_type and layout.model_type == raw.get("model_type"):
+            return layout.kind
+        marks = [f"the key {key}" for key in layout.keys if key in raw]
+        if layout.files:
+            marks += sorted(file.name for file in path.glob(f"{layout.files}*"))
         if marks:
-            mark_of[kind] = marks[-1]
+            mark_of[layout.kind] = marks[-1]
     if mark_of.keys() & {"medusa", "hydra"}:
         theirs = [name for name in WEIGHTS if (path / name).is_file()]
         if theirs:
@@ -98,6 +128,29 @@ def head_kind(path: Path) -> str:
             f"{path} holds heads of several kinds: {listed}; give each its own directory"
         )
     return next(iter(mark_of), "eagle")
+
+
+def layout_of(path: Path, kind: str, names: Iterable[str]) -> Layout:
+    """Return the layout of a head of a kind by its tensors. Raises: ValueError for an unknown one.
+
+    names: as the files have them
+    """
+    names = [*names]
+    for layout in LAYOUTS:
+        held = layout.tensors and any(re.match(layout.tensors, name) for name in names)
+        if held and layout.kind == kind:
+            return layout
+    if any(name.startswith("model.layers.") for name in names):
+        raise ValueError(
+            f"{path} holds a model, and no head (model.layers, no fc.weight); use --draft model "
+            f"--draft_checkpoint {path}, or name the directory of a head"
+        )
+    known = ", ".join(layout.title for layout in LAYOUTS)
+    more = " and others" if len(names) > 3 else ""
+    raise ValueError(
+        f"{path} is in no layout of the kind {kind} that is known: its tensors are "
+        f"{', '.join(names[:3])}{more}; known are {known} (files/HEADS.md)"
+    )
 
 
 def own_head(path: Path, kind: str = "") -> str:

@@ -1,19 +1,16 @@
-"""Read the files of a draft head: EAGLE-1, 2 and 3, in the layouts in use.
+"""Read the files of a draft head: what all layouts share, and the heads of EAGLE-1, 2 and 3.
 
-1. `HeadFiles` gives a head's tensors the names of the official layout, and finds their version.
-2. `read_head` makes an `EagleConfig` of config.json and of these names, and checks that the head
-   fits the target; the keys of version 3 are in eagle3_heads.py.
-3. `draft_vocab` returns the tokens that a head drafts, and `load_head` fills the modules of
-   eagle_variants.py.
+1. `head_files` opens a directory or a GGUF file. `HeadFiles` gives the tensors the names of the
+   official layout of their kind (files/head_kinds.py), and puts the keys of config.json side by
+   side (`flat_keys`). Block drafters (drafts/block_heads.py) are read from it, too.
+2. `read_head` makes an `EagleConfig` of keys and names, and checks that the head fits the target.
+   A norm, a bias, an embedding or an LM head in the weights is used, even against config.json, as
+   is their number of layers. With `mask_hidden` it is P-EAGLE's.
+3. `draft_vocab` returns the tokens that a head drafts, and `load_head` fills the modules.
 
-Layouts of version 3: SafeAILab, SpecForge and SGLang (`midlayer.`), vLLM and DeepSpec
-(`layers.0.`), speculators (the same, and a config of the layer inside the config), NeMo
-(`model.layers.0.`); of versions 1 and 2: the official one, and speculators' (`transformer.`). A
-norm, a bias, an embedding or an LM head in the weights is used, even against config.json, as is
-their number of layers. With `mask_hidden` it is P-EAGLE's (speculators' `peagle`, SpecForge's).
 Sources: the official code of EAGLE; the loaders of SGLang, vLLM and speculators (P-EAGLE: the
 package speculators 0.9.0, models/peagle).
-Not here: modules (eagle_variants.py, eagle_draft.py).
+Not here: modules (files/eagle_variants.py, eagle_draft.py).
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,111 +31,99 @@ from eagle_draft import EagleConfig, EagleHead, fill
 from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
 from files.config import HFArchitecture, config_from, open_source
 from files.fields import (
-    FLAG,
-    TEXT,
+    OBJECT,
+    Rule,
+    integer,
     key,
+    key_of,
     naming,
+    only,
     positive,
     read_fields,
 )
-from files.io import is_gguf, read_json
-from files.keys import HFConfig, HFSwiGLU
-from files.untrusted import load_pickle, read_untrusted
+from files.head_kinds import AUX, EAGLE1_SPECULATORS, EAGLE3, layout_of
+from files.io import is_gguf
+from files.keys import FULL, SLIDING, HFConfig, HFSwiGLU
 from model import ModelConfig, Transformer
 from options import load_part, log_note, require
 from quantize import BLOCKS, Quantization, decode
 
 MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
-# beginnings of tensors' names in speculators' layout of EAGLE-1 -> the official ones
-OF_SPECULATORS = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
-LAYOUTS = (
-    "EAGLE-1 to 3, P-EAGLE, DFlash, DFlash2, JetSpec, DSpark, DSpine, LiLiCorr, Medusa and Hydra"
-)
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
+# endings of tensors' names -> the first and last of the dimensions that are one here
+JOINED = {MASK: (0, -1), "_conv.base_kernel": (0, -2)}
+# keys of config.json -> the same in other words
+OTHER_WORDS = {
+    "causal_head": "causal",  # JetSpec's
+    "is_causal": "causal",  # z-lab's
+    "pard_token": "mask_token_id",  # vLLM's
+    "ptd_token_id": "mask_token_id",
+    "fusion_bias": "bias",  # speculators' of EAGLE-1
+}
+DSPINE = {"transfer_rank": 1024, "top_k": 16}  # defaults
+# keys that change nothing: those of training, and of what the weights or the target say. A note
+# names the keys that are neither here nor read
+NEUTRAL = {
+    "_name_or_path", "alignment_warmup_steps", "alignment_weight", "attention_dropout", "auto_map",
+    "base_model_name_or_path", "bias", "candidate_mass_threshold", "ce_weight",
+    "confidence_head_alpha", "confidence_head_with_markov", "dtype", "embed_requires_grad",
+    "enable_confidence_head", "initializer_range", "max_anchors", "max_window_layers",
+    "num_anchors", "num_target_layers", "pad_token_id", "pretraining_tp", "qkv_bias",
+    "quantization_config", "replacement_end_ratio", "replacement_hold_ratio", "replacement_layers",
+    "replacement_probability", "speculators_config", "speculators_model_type",
+    "speculators_version", "target_hidden_size", "target_model_type", "torch_dtype",
+    "transformers_version", "use_cache", "use_qk_norm",
+}  # fmt: skip
+OFF = {  # keys that change nothing with this value
+    "layernorms": False,
+    "use_sliding_window": False,
+    "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+}
+BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
+LAYERS = Rule(
+    "a list of whole numbers from -1 (the embedding) on",
+    lambda v: type(v) is list and all(map(integer(-1, 2**20).holds, v)),
+)
+
+
+@dataclass(frozen=True)
+class HFNested:
+    """The keys of config.json with keys of their own."""
+
+    transformer_layer_config: dict | None = key(OBJECT, None)  # speculators': of the layers
+    eagle_config: dict | None = key(OBJECT, None)
+    dflash_config: dict | None = key(OBJECT, None)
+    dspine_config: dict | None = key(OBJECT, None)
+
+
+@dataclass(frozen=True)
+class HFAux:
+    """The keys that list layers of the target. An empty list counts as missing."""
+
+    aux_hidden_state_layer_ids: list | None = key(LAYERS, None)
+    eagle_aux_hidden_state_layer_ids: list | None = key(LAYERS, None)
+    target_layer_ids: list | None = key(LAYERS, None)
 
 
 @dataclass(frozen=True)
 class HFHead:
     """The keys of config.json that every head may have (ours)."""
 
-    draft_inputs: str = key(TEXT, DRAFT_INPUTS)
+    draft_inputs: str = key(only(DRAFT_INPUTS), DRAFT_INPUTS)
     draft_sharpness: float = key(positive(1e6), 1.0)  # c in log softmax(c z), see drafters.py
 
 
-@dataclass(frozen=True)
-class HFEagle2Head(HFHead):
-    """The further keys of a head of version 1 or 2."""
-
-    bias: bool = key(FLAG, True)  # of its fc
-    qkv_bias: bool = key(FLAG, False)
+SHARED = (HFArchitecture, HFConfig, HFSwiGLU, HFNested, HFAux, HFHead)  # records of keys
 
 
-# keys without a meaning for the function; a note names the keys that are neither here nor read
-NEUTRAL = {
-    "_name_or_path",
-    "attention_dropout",
-    "auto_map",
-    "dtype",  # a head has its target's
-    "embed_requires_grad",
-    "initializer_range",
-    "max_window_layers",
-    "num_target_layers",
-    "pad_token_id",
-    "pretraining_tp",
-    "quantization_config",
-    "speculators_config",
-    "speculators_model_type",
-    "speculators_version",
-    "target_model_type",
-    "torch_dtype",  # a head has its target's
-    "transformers_version",
-    "use_cache",
-    "use_qk_norm",  # the tensors say it
-}
-OFF = {  # keys that change nothing with this value
-    "use_sliding_window": False,
-    "layer_types": ["full_attention"],
-    "use_last_layernorm": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_mtp_layernorm": False,
-}
-BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
+# ----------------------------------------------------------------------------- files and their keys
 
 
-def read_eagle2(path: Path, raw: dict | None = None) -> EagleConfig:
-    """Read `path/config.json` of version 1 or 2, or take `raw` for its content.
-
-    Raises: ValueError for a missing or broken file or key.
-    """
-    raw = raw or read_json(path / "config.json")
-    model = layer_config(path, raw)
-    with naming(path / "config.json"):
-        hf = read_fields(raw, HFEagle2Head)
-    check_inputs(path, hf)
-    model = replace(model, qkv_bias=hf.qkv_bias, o_bias=False, mlp_bias=False)
-    return EagleConfig(model, fc_bias=hf.bias, sharpness=hf.draft_sharpness)
-
-
-def layer_config(path: Path, raw: dict) -> ModelConfig:
-    """Read the shape of a head's layers. Raises: ValueError for a missing or broken key."""
-    with naming(path / "config.json"):
-        # heads name the target's architecture; the head's own layer is always a LLaMA layer
-        return config_from(raw, "LlamaForCausalLM")
-
-
-def check_inputs(path: Path, hf: HFHead) -> None:
-    if hf.draft_inputs != DRAFT_INPUTS:
-        raise ValueError(
-            f"{path}: the head was trained on {hf.draft_inputs}; only {DRAFT_INPUTS} can draft here"
-        )
-
-
-# -------------------------------------------------------------------------------------- layouts
-
-
-def head_files(path: Path, form: str) -> TensorSource:
-    """Open the files of a head. Codes of another format than `form` are read as their numbers."""
+def head_files(path: Path, form: str = "") -> TensorSource:
+    """Open the files of a head. Codes of another format than `form`, if any, become numbers."""
     if is_gguf(path):
         files = open_source(path)
         if form == BLOCKS:
@@ -145,7 +131,7 @@ def head_files(path: Path, form: str) -> TensorSource:
         return files
     files = WeightFiles(path)
     saved = saved_quantization(files.config, path)
-    if saved is None or saved.format == form:
+    if not form or saved is None or saved.format == form:
         return files
     for name in [*files.readers]:
         scale = files.readers.pop(scale_name(name), None)
@@ -159,198 +145,122 @@ def _numbers(format: str, codes: Callable[[], Tensor], scale: Callable[[], Tenso
     return decode(from_file(format, codes()), scale())
 
 
-def version_of(names: Iterable[str]) -> int:
-    """Return a head's version by its tensors' names: 3, or 2 for versions 1 and 2.
-
-    Versions 1 and 2 have the same files.
-    """
-    for name in names:
-        if name.startswith("midlayer.") or name.endswith("layers.0.hidden_norm.weight"):
-            return 3
-    return 2
-
-
 class HeadFiles(TensorSource):
-    """The tensors of a head under the names of the official layout."""
+    """The tensors of a head under the names of the official layout, and its keys side by side."""
 
-    def __init__(self, path: Path, source: TensorSource):
-        """Rename the tensors of `source`.
+    def __init__(self, path: Path, source: TensorSource, kind: str = "eagle"):
+        """Rename the tensors of `source`. kind: a value of --draft
 
-        Raises: ValueError for a model, or tensors of two heads, or of another version than
+        Raises: ValueError for a model, tensors of two layouts, or of another version than
         config.json says.
         """
         names = [*source.readers, *source.quantized]
         self.path = path
-        self.config = _without_speculators_layout(path, source.config)
-        self.version = version_of(names)
-        self.readers = {self._official(name): reader for name, reader in source.readers.items()}
-        self.quantized = {self._official(name): read for name, read in source.quantized.items()}
-        if self.config is not source.config:
+        self.layout = layout_of(path, kind, names)
+        self._check_one_head(names, source.config)
+        with naming(self.where):
+            self.config = flat_keys(source.config)
+        official = self.layout.official
+        self.readers = {official(name): read for name, read in source.readers.items()}
+        self.quantized = {official(name): read for name, read in source.quantized.items()}
+        if self.layout is EAGLE1_SPECULATORS:
             self.readers.pop("lm_head.weight", None)  # the target's
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
-        if MASK in self.readers:  # [1, 1, aux F]
-            self.readers[MASK] = partial(_flat, self.readers[MASK])
-        self._check_one_head(names)
+        for name in [*self.readers]:
+            for ending, dims in JOINED.items():
+                if name.endswith(ending):
+                    self.readers[name] = partial(_joined, self.readers[name], *dims)
+            if name.startswith("injection."):  # DSpine's, of all layers: read for each, as small
+                read = self.readers.pop(name)
+                self.readers |= {f"layers.{i}.{name}": read for i in range(layers_of(self))}
 
-    def _check_one_head(self, names: list[str]) -> None:
+    @property
+    def where(self) -> Path:
+        """The file whose keys `config` has."""
+        return self.path if is_gguf(self.path) else self.path / "config.json"
+
+    @property
+    def names(self) -> set[str]:
+        """The official names of all tensors."""
+        return {*self.readers, *self.quantized}
+
+    def _check_one_head(self, names: list[str], raw: dict) -> None:
         """Check that all files are of one head. names: as the files have them"""
-        path = self.path
-        layers = any(name.startswith("model.layers.") for name in names)
-        if self.version < 3 and layers and "fc.weight" not in names:
+        official = set(map(self.layout.official, names))
+        first_layers = {name[: name.find("layers.0.")] for name in names if "layers.0." in name}
+        both = first_layers and any(name.startswith("midlayer.") for name in names)
+        if both or len(official) < len(names):
             raise ValueError(
-                f"{path} holds a model, and no head (model.layers, no fc.weight); use --draft "
-                f"model --draft_checkpoint {path}, or name the directory of a head"
-            )
-        if self.version < 3 and {"fc.weight", "fusion_fc.weight"}.isdisjoint(names):
-            more = " and others" if len(names) > 3 else ""
-            raise ValueError(
-                f"{path} is in no layout that is known: its tensors are {', '.join(names[:3])}"
-                f"{more}; known are {LAYOUTS} (files/HEADS.md)"
-            )
-        first_layer = ("layers.0.", "model.layers.0.")
-        both = self.midlayer and any(name.startswith(first_layer) for name in names)
-        if both or len(set(map(self._official, names))) < len(names):
-            raise ValueError(
-                f"{path} mixes versions: it has tensors of two layouts, as midlayer. and "
+                f"{self.path} mixes versions: it has tensors of two layouts, as midlayer. and "
                 "layers.0.; keep those of one"
             )
-        other = path / "pytorch_model.bin"
-        if (path / "model.safetensors").is_file() and other.is_file():
-            other_names = _names_in(other)
-            if other_names and version_of(other_names) != self.version:
-                raise ValueError(
-                    f"{path} mixes versions: model.safetensors and pytorch_model.bin hold "
-                    "two heads; remove one"
-                )
-        kinds = f"{self.config.get('architectures')} {self.config.get('speculators_model_type')}"
-        if self.version < 3 and "eagle3" in kinds.lower():
+        kinds = f"{raw.get('architectures')} {raw.get('speculators_model_type')}".lower()
+        if self.layout.kind == "eagle" and self.layout is not EAGLE3 and "eagle3" in kinds:
             raise ValueError(
-                f"{path} mixes versions: an EAGLE-3 config, and weights of EAGLE-1 or 2; "
+                f"{self.path} mixes versions: an EAGLE-3 config, and weights of EAGLE-1 or 2; "
                 "use its own files"
             )
 
-    def _official(self, name: str) -> str:
-        if self.version < 3:
-            for begin, own in OF_SPECULATORS.items():
-                if name.startswith(begin):
-                    return own + name.removeprefix(begin)
-            return name
-        name = name.removeprefix("model.")
-        if name.startswith("layers.0."):
-            return "midlayer." + name.removeprefix("layers.0.")
-        return name
+
+def _joined(read: Callable[[], Tensor], first: int, last: int) -> Tensor:
+    return read().flatten(first, last)
 
 
-def _flat(read: Callable[[], Tensor]) -> Tensor:
-    return read().flatten()
+def flat_keys(raw: dict) -> dict:
+    """Return all keys of config.json side by side, in the words of the official layouts.
 
-
-def _without_speculators_layout(path: Path, raw: dict) -> dict:
-    """Return a config.json of an EAGLE-1 head in speculators' layout with the official keys.
-
-    Raises: ValueError for a head with norms that the official one lacks.
+    Raises: ValueError for a key with two values, or layers of the target that are named twice.
     """
-    layer = raw.get("transformer_layer_config")
-    if raw.get("speculators_model_type") != "eagle" or not isinstance(layer, dict):
-        return raw
-    if raw.get("layernorms"):
-        raise ValueError(
-            f"{path}: a head in speculators' format with layernorms is not supported; "
-            "use a head of EAGLE-1, 2 or 3 for this model"
-        )
-    own = {name: raw[name] for name in ("draft_inputs", "draft_sharpness") if name in raw}
-    return layer | own | {"bias": raw.get("fusion_bias", False)}
+    nested = read_fields(raw, HFNested)
+    flags = (nested.eagle_config or {}) | (nested.dflash_config or {})
+    keys: dict[str, Any] = {}
+    for name, value in (*raw.items(), *flags.items()):
+        ours = OTHER_WORDS.get(name, name)
+        if value is None or name in vars(HFAux()):
+            continue
+        if keys.setdefault(ours, value) != value:
+            raise ValueError(f"{ours} is {keys[ours]}, and {value} in another place; keep one")
+    keys = (nested.transformer_layer_config or {}) | keys
+    if nested.dspine_config:
+        keys |= DSPINE | nested.dspine_config | {"causal": True}  # as it is trained
+        keys["selector_top_k"] = keys.pop("top_k")
+    aux_layers = {
+        # our layers are those whose inputs are meant; the keys in an object count outputs
+        tuple(i + (part is flags or name == "target_layer_ids") for i in ids)
+        for part in (raw, flags)
+        for name, ids in vars(read_fields(part, HFAux)).items()
+        if ids
+    }
+    if len(aux_layers) > 1:
+        twice = " and ".join(map(str, sorted(aux_layers)))
+        raise ValueError(f"the target's layers are named twice, as inputs {twice}; keep one list")
+    if aux_layers:
+        keys[AUX] = aux_layers.pop()
+    rope = keys.get("rope_parameters") or {}
+    if SLIDING in rope:  # drafters have one RoPE; speculators takes this one
+        keys["rope_parameters"] = rope[SLIDING]
+    return keys
 
 
-def _names_in(file: Path) -> list[str]:
-    """Return the tensors' names in a .bin file that is not loaded; none if it cannot be read."""
-    try:
-        with read_untrusted(file):
-            return [*map(str, load_pickle(file, mmap=True))]
-    except ValueError:
-        return []
+def layer_config(files: HeadFiles, first: str, **changes: Any) -> ModelConfig:
+    """Return the shape of a head's layers. Raises: ValueError for a missing or broken key.
 
-
-# ---------------------------------------------------------------------------- config of a head
-
-
-def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
-    """Read the config of a head and check it against its target.
-
-    Raises: ValueError for a head of another target, or an impossible config.
+    first: beginning of the names of the first one's tensors; changes: to the keys
     """
-    path = files.path
-    if files.version < 3:
-        config = read_eagle2(path, files.config)
-    else:
-        config = load_part("reader", "eagle3").read_eagle3(files, target.n_layers)
-    config = replace(config, model=replace(config.model, n_layers=layers_of(files)))
-    dim = config.model.dim
-    eagle3 = config.eagle3
-    width = dim
-    if eagle3:
-        width = eagle3.target_dim
-    own = "hidden_size" if width == dim else "target_hidden_size"
-    check_sizes(path, width, config.model.vocab_size, target, own)
-    if eagle3 and width != dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
-        raise ValueError(
-            f"{path}: hidden_size is {dim}, the target's is {width}; such a head needs its own "
-            "embed_tokens, fc and lm_head: download it again"
-        )
-    return config
+    # heads name the target's architecture; the head's own layers are always LLaMA's
+    model = config_from(files.config | changes, "LlamaForCausalLM")
+    biases = {kind: f"{first}{name}.bias" in files.names for kind, name in BIASES.items()}
+    return replace(model, n_layers=layers_of(files), **biases)
 
 
-def load_head(
-    path: Path,
-    target: Transformer,
-    quant: Quantization | None = None,
-    source: TensorSource | None = None,
-    form: str = "",
-) -> EagleHead:
-    """Load a head in any layout, as `eagle_draft.load_head` does in one.
+def layers_of(files: HeadFiles) -> int:
+    """Count the layers in a head's files.
 
-    source: tensors that replace the files
-    form: the number format of a draft; codes of another one are read as their numbers
-    Raises: ValueError for a head of another target, or broken files.
+    The official code makes one layer, and config.json may count the target's.
     """
-    if source is None:
-        source = head_files(path, form) if form else WeightFiles(path)
-    saved = saved_quantization(source.config, path)
-    files = HeadFiles(path, source)
-    config = read_head(files, target.config)
-    ids = draft_vocab(files, config)
-    note_keys(path, keys_without_effect(files.config, config))
-    with torch.device("meta"):
-        head = make_head(config)
-    if ids is not None:
-        head.vocab = DraftVocab(config.model.vocab_size, ids)
-    unused = partial(is_unused, config=config)
-    fill(head, target, files, head.weight_names(), saved or quant, unused)
-    if head.embedding is not None and is_same_embedding(head.embedding, target):
-        head.embedding = None  # one copy is enough
-    return head
-
-
-def make_head(config: EagleConfig) -> EagleHead:
-    """Make a head of any version and layout."""
-    return load_part("reader", "eagle3").VariantHead(config) if config.eagle3 else EagleHead(config)
-
-
-def is_unused(name: str, config: EagleConfig) -> bool:
-    """Return whether a head's tensor may stay unused.
-
-    Speculators may hold the norm and the LM head of their target.
-    """
-    of_target = ("verifier_norm.weight", "verifier_lm_head.weight")
-    return eagle_draft.is_unused(name) or (config.eagle3 and name.endswith(of_target))
-
-
-def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
-    """Return whether a head's embedding repeats the target's, packed or not."""
-    parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
-    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
-    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
+    found = [re.match(r"layers\.(\d+)\.", name) for name in files.names]
+    return len({match[1] for match in found if match} | {"0"})  # a midlayer is layer 0
 
 
 def check_sizes(
@@ -368,46 +278,120 @@ def check_sizes(
         require(ours == theirs, f"{fault}; use the head made for this target")
 
 
-def layers_of(files: TensorSource) -> int:
-    """Count the layers in a head's files.
+def check_aux_layers(path: Path, layers: tuple[int, ...], last: int, told: str = "") -> None:
+    """Check the layers of the target whose inputs a head takes.
 
-    The official code makes one layer, and config.json may count the target's.
+    last: the last one that may be; told: where they come from
+    Raises: ValueError for layers that the target does not have, and for a list that does not
+    ascend: vLLM puts the layers in ascending order, others take them as they are listed.
     """
-    found = [re.match(r"layers\.(\d+)\.", name) for name in (*files.readers, *files.quantized)]
-    return len({match[1] for match in found if match} | {"0"})  # a midlayer is layer 0
+    ascending = list(layers) == sorted(set(layers))
+    if not ascending or not 0 <= layers[0] <= layers[-1] <= last:
+        listed = ", ".join(map(str, layers))
+        raise ValueError(
+            f"{path}: the head takes the inputs of the target's layers {listed}{told}, which "
+            f"must ascend from 0 to {last}; use its own target, or name others in "
+            "eagle_aux_hidden_state_layer_ids or target_layer_ids"
+        )
 
 
-def note_keys(path: Path, unknown: Iterable[str]) -> None:
-    """Print the keys of a head's config.json without effect here, if there are any."""
-    listed = ", ".join(sorted(unknown))
-    if listed:
-        log_note(f"{path}: keys of config.json without effect here: {listed}")
+def note_keys(path: Path, raw: dict, records: Iterable[type], expected: dict[str, Any]) -> None:
+    """Print the keys of a head's config.json without effect here, if there are any.
+
+    raw: its content; records: of the keys that are read beside `SHARED`
+    expected: keys that are not, and the values with which they change nothing
+    """
+    every = (declared for record in (*SHARED, *records) for declared in fields(record))
+    known = NEUTRAL | {key_of(declared) for declared in every}
+    unknown = []
+    for name, value in sorted(raw.items()):
+        if value != expected[name] if name in expected else name not in known:
+            unknown.append(name)
+    if unknown:
+        log_note(f"{path}: keys of config.json without effect here: {', '.join(unknown)}")
 
 
-def keys_without_effect(raw: dict, config: EagleConfig) -> set[str]:
-    """Return the keys of a head's config.json that nothing reads and that are not neutral."""
-    parts: list[tuple[dict, tuple[type, ...]]]  # an object in it, and the records of its keys
-    if config.eagle3:
-        parts = load_part("reader", "eagle3").records_of_keys(raw)
-    else:
-        parts = [(raw, (HFArchitecture, HFConfig, HFSwiGLU, HFEagle2Head))]
-    model = config.model
-    expected = OFF | {
-        "bias": config.fc_bias,
-        "layer_types": ["full_attention"] * model.n_layers,
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.mlp_bias,
-        "tie_word_embeddings": model.tie_embeddings,
-    }
-    unknown = set()
-    for part, records in parts:
-        known = NEUTRAL | {declared.name for record in records for declared in fields(record)}
-        for name, value in part.items():
-            if name in expected and value not in (expected[name], None):
-                unknown.add(name)
-            if name not in expected and name not in known:
-                unknown.add(name)
-    return unknown
+# ---------------------------------------------------------------------------------- heads of EAGLE
+
+
+def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
+    """Read the config of a head and check it against its target.
+
+    Raises: ValueError for a head of another target, or an impossible config. Writes: notes.
+    """
+    path = files.path
+    is_3 = files.layout is EAGLE3
+    with naming(files.where):
+        hf = read_fields(files.config, HFHead)
+        model = layer_config(files, "midlayer." if is_3 else "layers.0.")
+    eagle3 = load_part("reader", "eagle3").read_eagle3(files, model, target) if is_3 else None
+    if "midlayer.self_attn.q_norm.weight" in files.names:
+        model = load_part("architecture", "Qwen3ForCausalLM").with_head_norms(model)
+    config = EagleConfig(model, "fc.bias" in files.names, hf.draft_sharpness, eagle3)
+    width = eagle3.target_dim if eagle3 else model.dim
+    own = "hidden_size" if width == model.dim else "target_hidden_size"
+    check_sizes(path, width, model.vocab_size, target, own)
+    if width != model.dim and not (eagle3.embedding and eagle3.lm_head and eagle3.aux_layers):
+        raise ValueError(
+            f"{path}: hidden_size is {model.dim}, the target's is {width}; such a head needs its "
+            "own embed_tokens, fc and lm_head: download it again"
+        )
+    return config
+
+
+def load_head(
+    path: Path,
+    target: Transformer,
+    quant: Quantization | None = None,
+    source: TensorSource | None = None,
+    form: str = "",
+) -> EagleHead:
+    """Load a head in any layout, as `eagle_draft.load_head` does in one.
+
+    source: tensors that replace the files
+    form: the number format of a draft; codes of another one are read as their numbers
+    Raises: ValueError for a head of another target, or broken files.
+    """
+    source = source or head_files(path, form)
+    saved = saved_quantization(source.config, path)
+    files = HeadFiles(path, source)
+    config = read_head(files, target.config)
+    ids = draft_vocab(files, config)
+    records = load_part("reader", "eagle3").RECORDS if config.eagle3 else ()
+    full = {"layer_types": [FULL] * config.model.n_layers}
+    note_keys(path, files.config, records, OFF | full)
+    with torch.device("meta"):
+        head = make_head(config)
+    if ids is not None:
+        head.vocab = DraftVocab(config.model.vocab_size, ids)
+    fill(head, target, files, head.weight_names(), saved or quant, is_unused)
+    if head.embedding is not None and is_same_embedding(head.embedding, target):
+        head.embedding = None  # one copy is enough
+    return head
+
+
+def make_head(config: EagleConfig) -> EagleHead:
+    """Make a head of any version and layout."""
+    return load_part("reader", "eagle3").VariantHead(config) if config.eagle3 else EagleHead(config)
+
+
+def is_unused(name: str) -> bool:
+    """Return whether a head's tensor may stay unused.
+
+    Speculators may hold the norm and the LM head of their target; DSpine's has a mark of training.
+    """
+    further = ("verifier_norm.weight", "verifier_lm_head.weight", "transfer_ready")
+    return eagle_draft.is_unused(name) or name.endswith(further)
+
+
+def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
+    """Return whether a head's embedding repeats the target's, packed or not."""
+    parts = torch.arange(target.config.vocab_size, device=target.norm.weight.device).split(4096)
+    rows = ((of_head(ids), target.embedding(ids)) for ids in parts)
+    return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in rows)
+
+
+# ------------------------------------------------------------------------------- draft vocabularies
 
 
 def draft_vocab(files: TensorSource, config: EagleConfig) -> Tensor | None:
@@ -421,35 +405,23 @@ def draft_vocab(files: TensorSource, config: EagleConfig) -> Tensor | None:
     """
     eagle3 = config.eagle3
     size = config.model.vocab_size
-    count = files.read("d2t").numel() if "d2t" in files.readers else size
-    if eagle3:
-        count = eagle3.draft_vocab
+    count = eagle3.draft_vocab if eagle3 else d2t_size(files, size)
     if count == size:  # the official code drops d2t then
         return None
-    ids, order = drafted_ids(files, count, size)
-    if eagle3:
-        order_rows(files, eagle3.lm_head, order)
-    return ids
+    return drafted_ids(files, count, size, [eagle3.lm_head] if eagle3 else [])
 
 
-def order_rows(files: TensorSource, name: str, order: Tensor) -> None:
-    """Put the rows of a weight, one for each drafted token, in another order.
-
-    Writes: the reader of the weight, if there is one.
-    """
-    if not (order.diff() < 0).any():
-        return
-    for part in {name, scale_name(name)} & set(files.readers):
-        files.readers[part] = partial(_read_permuted, files.readers[part], order)
-    if name in files.quantized:  # in the blocks of a GGUF file
-        blocks = files.quantized[name]()._replace(order=order)
-        files.quantized[name] = lambda: blocks
+def d2t_size(files: TensorSource, vocab_size: int) -> int:
+    """Return the length of d2t; without it a head drafts the whole vocabulary."""
+    return files.read("d2t").numel() if "d2t" in files.readers else vocab_size
 
 
-def drafted_ids(files: TensorSource, count: int, size: int) -> tuple[Tensor, Tensor]:
+def drafted_ids(files: TensorSource, count: int, size: int, tables: list[str]) -> Tensor:
     """Read the ids of the `count` tokens in `d2t`. size: of the target's vocabulary
 
-    Returns: ([Vd] ids, ascending; [Vd] their places in the file), int64.
+    tables: the weights with a row for each of them
+    Returns: [Vd] int64, ascending.
+    Raises: as `draft_vocab`. Writes: `files`, where the rows then have the tokens' order.
     """
     path = files.path
     differences = files.read("d2t")
@@ -471,7 +443,19 @@ def drafted_ids(files: TensorSource, count: int, size: int) -> tuple[Tensor, Ten
         raise ValueError(
             f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again"
         )
-    return ids, order
+    if (order.diff() < 0).any():
+        for name in tables:
+            _order_rows(files, name, order)
+    return ids
+
+
+def _order_rows(files: TensorSource, name: str, order: Tensor) -> None:
+    """Put the rows of a weight in another order. Writes: its reader, if there is one."""
+    for part in {name, scale_name(name)} & set(files.readers):
+        files.readers[part] = partial(_read_permuted, files.readers[part], order)
+    if name in files.quantized:  # in the blocks of a GGUF file
+        blocks = files.quantized[name]()._replace(order=order)
+        files.quantized[name] = lambda: blocks
 
 
 def _read_permuted(read: Callable[[], Tensor], order: Tensor) -> Tensor:

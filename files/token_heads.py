@@ -15,19 +15,18 @@ Not here: modules (drafts/token_draft.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from draft_tree import MAX_NODES
 from files.checkpoint import TensorSource
 from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
-from files.heads import NEUTRAL, note_keys
+from files.heads import check_sizes, note_keys
 from model import ModelConfig, layer_names
 from options import log_note, require
 
 COUNT = integer(1, MAX_NODES - 1)
 TRUE = Rule("true: heads that are not grounded are Medusa's", lambda v: v is True)
 ZERO = Rule("0: other layers' features are not supported", lambda v: type(v) is int and v == 0)
-OFFICIAL_ONLY = {"base_model_name_or_path", "model_type", "architectures"}  # without effect
 # tensors that may stay unused: the target's embedding, which is a module of the official heads
 UNUSED = ("input_embed_fn.", "prefix_embeding_layer.embed_tokens.")
 
@@ -63,11 +62,10 @@ class TokenHeads:
     kind: str  # medusa or hydra
     heads: int  # D, drafted levels
     layers: int  # of a head
-    dim: int  # F, the target's
-    vocab_size: int  # V, the target's
+    model: ModelConfig  # a layer of the target's shape: its width F and vocabulary V are theirs
     own_lm_heads: bool  # False: the target's
     sharpness: float = 1.0  # c in log softmax(c z), see drafters.py
-    prefix: ModelConfig | None = None  # Hydra++: a layer of attention before the heads
+    prefix: bool = False  # Hydra++: that layer, of attention, is before the heads
 
     def layer_name(self, head: int, layer: int) -> str:
         """Return the beginning of the official names of a head's layer."""
@@ -104,8 +102,8 @@ class TokenHeads:
                     names[f"lm_heads.{i}.{part}"] = (self.lm_head_name(i) + part,)
         if self.prefix:
             theirs = "prefix_embeding_layer."
-            steps = self.prefix.layer(0)
-            names |= layer_names("prefix.0.", f"{theirs}layers.0.", steps, self.prefix.names)
+            steps = self.model.layer(0)
+            names |= layer_names("prefix.0.", f"{theirs}layers.0.", steps, self.model.names)
             names["norm.weight"] = (f"{theirs}norm.weight",)
         return names
 
@@ -123,44 +121,33 @@ def read_token_heads(files: TensorSource, kind: str, target: ModelConfig) -> Tok
         kind,
         heads,
         getattr(hf, f"{kind}_num_layers"),
-        target.dim,
-        target.vocab_size,
+        replace(target, n_layers=1),
         own_lm_heads=True,
         sharpness=hf.draft_sharpness,
-        prefix=_prefix(files, hf, target),
+        prefix=kind == "hydra" and hf.hydra_head_arch != "mlp",
     )
-    lm_heads = [shape.lm_head_name(i) + "weight" for i in range(heads)]
-    remedy = "download them again"
-    if kind == "medusa":
-        shares = hf.version == "2" and not any(name in files.readers for name in lm_heads)
-        remedy += ' (heads that use the target\'s say version "2")'
-    else:
-        shares = hf.hydra_lm_head == "target"
-    if not shares:
-        _check_lm_heads(files, lm_heads, target, remedy)
-    first = shape.layer_name(0, 0) + "linear.weight"
-    if first in files.readers:  # else its absence is reported with those of others
-        width = files.read(first).shape[0]
-        fault = (
-            f"{files.path}: the heads take features of width {width}, the target's hidden_size is "
-            f"{target.dim}; use the heads made for this target"
-        )
-        require(width == target.dim, fault)
-    known = NEUTRAL | OFFICIAL_ONLY | {declared.name for declared in fields(record)}
-    note_keys(files.path, files.config.keys() - known)
-    return replace(shape, own_lm_heads=not shares)
-
-
-def _prefix(files: TensorSource, hf: HFMedusa | HFHydra, target: ModelConfig) -> ModelConfig | None:
-    """Return the shape of the layer before Hydra's heads, if there is one. Raises: ValueError."""
-    if isinstance(hf, HFMedusa) or hf.hydra_head_arch == "mlp":
-        return None
     fault = (
         f"{files.path}: a prefix layer has the target's shape, and the target is a mixture of "
         "experts; use heads of hydra_head_arch mlp"
     )
-    require(not target.n_experts, fault)
-    return replace(target, n_layers=1)
+    require(not (shape.prefix and target.n_experts), fault)
+    lm_heads = [shape.lm_head_name(i) + "weight" for i in range(heads)]
+    missing = [name for name in lm_heads if name not in files.readers]
+    if kind == "medusa":
+        shares = hf.version == "2" and len(missing) == heads
+    else:
+        shares = hf.hydra_lm_head == "target"
+    fault = (
+        f"{files.path}: the LM heads {', '.join(missing)} are missing; download them again, or "
+        'say in config.json that heads use the target\'s (medusa: "version": "2")'
+    )
+    require(shares or not missing, fault)
+    vocab_size = target.vocab_size if shares else files.read(lm_heads[0]).shape[0]
+    first = shape.layer_name(0, 0) + "linear.weight"
+    if first in files.readers:  # else its absence is reported with those of others
+        check_sizes(files.path, files.read(first).shape[0], vocab_size, target)
+    note_keys(files.path, files.config, (record,), {})
+    return replace(shape, own_lm_heads=not shares)
 
 
 def _count(files: TensorSource, kind: str, said: int) -> int:
@@ -181,20 +168,6 @@ def _count(files: TensorSource, kind: str, said: int) -> int:
     if held > said:
         log_note(f"{says}; the weights hold {held} heads, and all of them draft")
     return held
-
-
-def _check_lm_heads(
-    files: TensorSource, names: list[str], target: ModelConfig, remedy: str
-) -> None:
-    missing = [name for name in names if name not in files.readers]
-    listed = ", ".join(missing)
-    require(not missing, f"{files.path}: the LM heads {listed} are missing; {remedy}")
-    size = files.read(names[0]).shape[0]
-    fault = (
-        f"{files.path}: the heads score {size} tokens, the target's vocab_size is "
-        f"{target.vocab_size}; use the heads made for this target"
-    )
-    require(size == target.vocab_size, fault)
 
 
 def is_unused(name: str) -> bool:

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from files.fetch import with_files
-from files.head_kinds import check_mtp, head_kind
+from files.head_kinds import head_kind
 from files.io import is_gguf, is_terminal, read_json
 from files.rank import is_alone
 from files.registry import check_architecture
 from options import load_part, require
-from run.methods import MTP
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
 from run.prompts import Conversation, read_grammar, read_prompts
@@ -101,8 +100,6 @@ def with_checked_files(config: GenerateConfig) -> GenerateConfig:
     path = Path(config.checkpoint)
     check_architecture(path)
     check_head_width(path, config)
-    if config.draft == MTP and not config.head:
-        check_mtp(path)
     return config
 
 

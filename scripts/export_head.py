@@ -28,11 +28,13 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
 import json
+import math
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafts.block_draft import BlockHead
 from drafts.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
 from eagle_draft import EagleConfig
 from files.checkpoint import TensorSource
@@ -119,14 +122,19 @@ class Head:
     """A head to write."""
 
     files: TensorSource  # official names; an LM head's rows are in the order of `ids`
+    kind: str
     config: EagleConfig | BlockConfig
     target: Path
     ids: Tensor | None  # [Vd] int64, the tokens that it drafts; None: all
 
     def names(self) -> list[str]:
         """Return the official names of the tensors that the head uses."""
-        of_kind = head_names if isinstance(self.config, EagleConfig) else block_names
-        return [theirs for parts in of_kind(self.config).values() for theirs in parts]
+        if self.kind == "eagle":
+            names = head_names(self.config)
+        else:
+            with torch.device("meta"):
+                names = block_names(BlockHead(self.config))
+        return [theirs for parts in names.values() for theirs in parts]
 
     def tensors(self) -> dict[str, Callable[[], Tensor]]:
         """Return the official tensors that the head uses, each with its reader."""
@@ -138,13 +146,12 @@ def read(head: Path, target: Path) -> Head:
     kind = head_kind(head)
     fault = f"{head} is a head of the kind {kind}; EAGLE-3, DFlash and DFlash2 can be exported"
     require(kind in ("eagle", "block"), fault)
+    files = HeadFiles(head, head_files(head, "none"), kind)
     if kind == "block":
-        files = head_files(head, "none")
         config = read_block_head(files, read_config(target))
-        vocab = read_vocab(files, config, torch.device("cpu"))
+        vocab = read_vocab(files, config)
         ids = vocab.ids if vocab else None
     else:
-        files = HeadFiles(head, head_files(head, "none"))
         config = read_head(files, read_config(target))
         if config.eagle3 is None:
             raise ValueError(
@@ -152,72 +159,74 @@ def read(head: Path, target: Path) -> Head:
                 "train one with --version 3"
             )
         ids = draft_vocab(files, config)
-    read = Head(files, config, target, ids)
+    read = Head(files, kind, config, target, ids)
     missing = [name for name in read.names() if name not in files.readers]
     if missing:
         raise ValueError(f"{head}: the weights {', '.join(missing)} are missing")
     return read
 
 
-def check_fits(head: Head, layout: str) -> None:
-    """Check that a layout has all that a head is made of. Raises: ValueError."""
-    of_kind = _eagle_faults if isinstance(head.config, EagleConfig) else _block_faults
-    rope = (head.config.model.rope_scaling or {}).get("rope_type", "none")
-    ropes = ("none", "linear", "llama3") if layout == "gguf" else ("none",)
-    faults = of_kind(head.config, layout) | {f"has RoPE of the kind {rope}": rope not in ropes}
-    for fault, holds in faults.items():
-        where = f"{head.files.path}: the layout {layout} has no place for a head that"
-        require(not holds, f"{where} {fault}")
+# ------------------------------------------------------------------------------ what a layout holds
+
+# layout -> tensors that its runtime does not read, by the official names
+UNREAD = {
+    "gguf": r".*\.bias|mask_hidden|fc_norm\..*|layers\..*|midlayer\.self_attn\.[qk]_norm\..*",
+    "sglang": (
+        r".*\.bias|mask_hidden|confidence_head.*|input_norm\..*|fc_norm\..*|"
+        r"midlayer\.self_attn\.[qk]_norm\..*"
+    ),
+    "speculators": r".*\.bias|mask_hidden|confidence_head.*",
+}
+# fields that a head has of its target, or that layouts have their own ways to say
+FREE = {"model", "eagle3", "dtype", "eos_ids", "tie_embeddings", "embedding", "window_from_root"}
 
 
-def _eagle_faults(config: EagleConfig, layout: str) -> dict[str, bool]:
-    """Return what may be wrong with a head of EAGLE-3 for a layout, each with whether it is."""
-    model = config.model
-    eagle3 = config.eagle3
-    taps = len(eagle3.aux_layers)
-    of_layout = {
-        "speculators": {"has no last norm": eagle3.last_norm == "none"},
-        "sglang": {
-            "has further norms": eagle3.last_norm != "logits"
-            or eagle3.norm_before_residual
-            or has_head_norms(model)
-            or eagle3.norm_before_fc
-            or eagle3.fc_norm,
-        },
-        "gguf": {
-            f"takes {taps} layers' hidden states, not 3": taps != 3,
-            f"has {model.n_layers} layers, not 1": model.n_layers != 1,
-            "has norms of queries and keys": has_head_norms(model),
-            "has a norm of every hidden state (fc_norm)": eagle3.fc_norm,
-            f"uses its last norm otherwise ({eagle3.last_norm})": eagle3.last_norm != "logits",
-        },
-    }
-    return of_layout[layout] | {
-        "has biases": config.fc_bias or model.qkv_bias or model.o_bias or model.mlp_bias,
-        "drafts all levels at once (P-EAGLE)": eagle3.mask_token is not None,
-        "takes the target's last features": not taps,
-        "is of another width than its target": layout != "gguf" and eagle3.target_dim != model.dim,
-    }
+def check_tensors(head: Head, layout: str) -> str:
+    """Check that a runtime reads what a head is made of. Raises: ValueError.
+
+    Returns: the begin of a message on what the layout cannot say.
+    """
+    where = f"{head.files.path}: the layout {layout} has no place for a head"
+    require(head.kind == "eagle" or layout != "gguf", f"{where} that is a block drafter")
+    names = head.names()
+    unread = [name for name in names if re.fullmatch(UNREAD[layout], name)]
+    require(not unread, f"{where} with the weights {', '.join(unread[:3])}")
+    require("norm.weight" in names, f"{where} that has no last norm")
+    if layout == "gguf":
+        taps = len(head.config.eagle3.aux_layers)
+        require(taps == 3, f"{where} that takes {taps} layers' hidden states, not 3")
+    return where
 
 
-def _block_faults(config: BlockConfig, layout: str) -> dict[str, bool]:
-    """Return what may be wrong with a block drafter for a layout, each with whether it is."""
-    model = config.model
-    parts = (config.markov_rank, config.transfer_rank, config.confidence, config.predicts_next)
-    scaled = model.input_scale != 1 or config.score_factor != 1 or config.score_cap != 0
-    return {
-        "is a block drafter": layout == "gguf",
-        "has biases": model.qkv_bias or model.o_bias or model.mlp_bias,
-        "is no DFlash or DFlash2 (a bias of tokens, codes, a confidence, a correlator)": any(parts)
-        or config.correlator is not None,
-        "is causal (JetSpec)": config.causal,
-        "has windows": bool(model.sliding_layers),
-        "has convolutions or a selector, and not both": (
-            bool(model.conv_taps) != bool(config.selector_rank)
-        ),
-        "scales its inputs or scores": scaled,
-        "drafts a part of the vocabulary": layout == "sglang" and config.draft_vocab > 0,
-    }
+def check_read_back(head: Head, written: Path, where: str) -> None:
+    """Check that what was written is read as the same head. where: from `check_tensors`
+
+    Raises: ValueError.
+    """
+    try:
+        again = facts(read(written, head.target).config)
+    except ValueError as error:
+        raise ValueError(f"{where} like this, which would be wrong: {error}") from None
+    for name, ours in facts(head.config).items():
+        fault = f"{where} whose {name} is {ours}; it would be read as {again[name]}"
+        require(is_same(ours, again[name]), fault)
+
+
+def facts(config: EagleConfig | BlockConfig) -> dict[str, Any]:
+    """Return the fields of a config, of its layers and of its parts beside them."""
+    parts = vars(config) | vars(config.model)
+    if isinstance(config, EagleConfig):
+        parts |= vars(config.eagle3)
+    return {name: value for name, value in parts.items() if name not in FREE}
+
+
+def is_same(ours: Any, theirs: Any) -> bool:
+    """Return whether two values are equal, numbers but for the rounding of 32 bits."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(is_same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-5)
+    return ours == theirs
 
 
 # ------------------------------------------------------------------------------------- directories
@@ -229,16 +238,14 @@ def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
     verifier: the target's name on a hub, or its directory, which speculators' layout names
     Raises: ValueError for a head that the layout has no place for, or where it cannot be written.
     """
-    write = {
-        ("speculators", True): _speculators_eagle,
-        ("speculators", False): _speculators_block,
-        ("sglang", True): _sglang_eagle,
-        ("sglang", False): _sglang_block,
-    }[layout, isinstance(head.config, EagleConfig)]
-    check_fits(head, layout)
-    keys = write(head, verifier) | {"torch_dtype": "bfloat16"}
+    where = check_tensors(head, layout)
+    if layout == "speculators":
+        keys = _speculators(head, verifier)
+    else:
+        keys = _sglang_eagle(head) if head.kind == "eagle" else _sglang_block(head)
+    keys |= {"torch_dtype": "bfloat16"}
     tensors = {name: in_files(name, _in_16_bits(x())) for name, x in head.tensors().items()}
-    if layout == "speculators" and isinstance(head.config, EagleConfig):
+    if layout == "speculators" and head.kind == "eagle":
         # the package reads no other embedding, and its published heads have the target's
         embedding = open_source(head.target).readers["model.embed_tokens.weight"]
         tensors.setdefault("embed_tokens.weight", _in_16_bits(embedding()))
@@ -254,6 +261,7 @@ def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
             made.mkdir()
             save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
             (made / "config.json").write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+            check_read_back(head, made, where)
             if out.is_dir():
                 shutil.rmtree(out)
             made.rename(out)
@@ -268,32 +276,23 @@ def _in_16_bits(weight: Tensor) -> Tensor:
     return weight if weight.dtype.itemsize == 2 else weight.to(torch.bfloat16)
 
 
-def _speculators_eagle(head: Head, verifier: str) -> dict[str, Any]:
+def _speculators(head: Head, verifier: str) -> dict[str, Any]:
     config = head.config
-    eagle3 = config.eagle3
-    return _speculators(head, "eagle3", "Eagle3Speculator", 3, verifier) | {
-        "draft_vocab_size": eagle3.draft_vocab,
-        "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
-        "norm_before_residual": eagle3.norm_before_residual,
-        "norm_before_fc": eagle3.norm_before_fc,
-        "fc_norm": eagle3.fc_norm,
-        "norm_output": eagle3.last_norm == "fed",
-        "target_hidden_size": None,
-    }
-
-
-def _speculators_block(head: Head, verifier: str) -> dict[str, Any]:
-    config = head.config
-    levels = config.block_size - 1
-    kind = ("dflash", "DFlashDraftModel")
-    further = {}
-    if config.selector_rank:
-        kind = ("dflash2", "DFlash2DraftModel")
-        further = train_block.selector_keys(config)
-    return (
-        _speculators(head, *kind, levels, verifier)
-        | further
-        | {
+    if head.kind == "eagle":
+        eagle3 = config.eagle3
+        algorithm, architecture, levels = "eagle3", "Eagle3Speculator", 3
+        own = {
+            "draft_vocab_size": eagle3.draft_vocab,
+            "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
+            "norm_before_residual": eagle3.norm_before_residual,
+            "norm_before_fc": eagle3.norm_before_fc,
+            "fc_norm": eagle3.fc_norm,
+            "norm_output": eagle3.last_norm == "fed",
+            "target_hidden_size": None,
+        }
+    else:
+        algorithm, architecture, levels = "dflash", "DFlashDraftModel", config.block_size - 1
+        own = {
             "draft_vocab_size": config.draft_vocab or config.model.vocab_size,
             "aux_hidden_state_layer_ids": list(config.aux_layers),
             "block_size": config.block_size,
@@ -301,16 +300,12 @@ def _speculators_block(head: Head, verifier: str) -> dict[str, Any]:
             "sample_from_anchor": False,
             "sliding_window_non_causal": False,
         }
-    )
-
-
-def _speculators(
-    head: Head, algorithm: str, architecture: str, tokens: int, verifier: str
-) -> dict[str, Any]:
-    """Return the keys that speculators' heads share. tokens: of a chain, by default"""
+        if config.selector_rank:
+            algorithm, architecture = "dflash2", "DFlash2DraftModel"
+            own |= train_block.selector_keys(config)
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": tokens,
+        "speculative_tokens": levels,  # of a chain, by default
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -318,7 +313,7 @@ def _speculators(
         "name_or_path": verifier,
         "architectures": read_raw(head.target).get("architectures"),
     }
-    return {
+    return own | {
         "architectures": [architecture],
         "model_type": "speculators",
         "speculators_model_type": algorithm,
@@ -329,13 +324,13 @@ def _speculators(
             "proposal_methods": [proposal],
             "verifier": named,
         },
-        "transformer_layer_config": layer_keys(head.config.model) | {"attention_bias": False},
+        "transformer_layer_config": layer_keys(config.model) | {"attention_bias": False},
         "tie_word_embeddings": False,
-        "draft_sharpness": head.config.sharpness,
+        "draft_sharpness": config.sharpness,
     }
 
 
-def _sglang_eagle(head: Head, _: str) -> dict[str, Any]:
+def _sglang_eagle(head: Head) -> dict[str, Any]:
     config = head.config
     outputs = [layer - 1 for layer in config.eagle3.aux_layers]  # SGLang counts layers' outputs
     return layer_keys(config.model) | {
@@ -349,8 +344,9 @@ def _sglang_eagle(head: Head, _: str) -> dict[str, Any]:
     }
 
 
-def _sglang_block(head: Head, _: str) -> dict[str, Any]:
-    return train_block.keys_of(head.config, "bfloat16") | layer_keys(head.config.model)
+def _sglang_block(head: Head) -> dict[str, Any]:
+    plain = replace(head.config, causal=False)  # it has no JetSpec
+    return train_block.keys_of(plain, "bfloat16") | layer_keys(plain.model)
 
 
 def layer_keys(model: ModelConfig) -> dict[str, Any]:
@@ -410,10 +406,15 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
 
     Raises: ValueError for a head that llama.cpp does not run, or where it cannot be written.
     """
-    check_fits(head, "gguf")
+    where = check_tensors(head, "gguf")
     metadata = metadata_of(head, out.stem)
+
+    def write_and_check(path: Path) -> None:
+        write(path, EAGLE3, metadata, tensors_of(head, kind))
+        check_read_back(head, path, where)
+
     try:
-        replace_file(out, lambda path: write(path, EAGLE3, metadata, tensors_of(head, kind)))
+        replace_file(out, write_and_check)
     except OSError as error:
         raise ValueError(
             f"cannot write {out} ({error.strerror}); free some space or name another file"

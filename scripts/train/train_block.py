@@ -191,7 +191,7 @@ def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> Drafte
 def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     """Write the weights and config.json of a drafter. info: of its training"""
     config = head.config
-    names = block_names(config)
+    names = block_names(head)
     tensors = export_weights(losses.plain_copy(head), names, config.model, DTYPES[dtype])
     tensors = {name: in_files(name, value) for name, value in tensors.items()}
     training.write_checkpoint(out, tensors, keys_of(config, dtype), info)

@@ -33,9 +33,9 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
     """
     c = target.config
     own = kind in ("medusa", "hydra", "hydra++")
-    prefix = dense_layer(target) if kind == "hydra++" else None
     method = "medusa" if kind.startswith("medusa") else "hydra"
-    shape = TokenHeads(method, 3, 2, c.dim, c.vocab_size, own, prefix=prefix)
+    prefix = kind == "hydra++"
+    shape = TokenHeads(method, 3, 2, dense_layer(target), own, prefix=prefix)
     heads = make_heads(shape)
     with torch.no_grad():
         start_as_identity(heads, target)

@@ -24,7 +24,6 @@ from block_files import (
     SHAPE,
     TAPS,
     TARGET,
-    assert_refused,
     drafter_of,
     drafts,
     random_weights,
@@ -333,32 +332,6 @@ def test_copies_of_the_targets_tables_are_dropped(tmp_path):
         target.embedding
     )
     assert load_head(write_head(tmp_path / "b", "dspark"), target).embedding is not target.embedding
-
-
-WRONG = [
-    ("dflash", {"dflash_config": FLAGS | {"mask_token_id": 128}}, {}, r"mask_token_id must be below.*\(128\); it is 128"),
-    ("dflash", {"dflash_config": FLAGS | {"mask_token_id": None}}, {}, "the key 'mask_token_id' is missing"),
-    ("dflash", {"dflash_config": FLAGS | {"block_size": 8}}, {}, "block_size is 6, and 8 in dflash_config; keep one"),
-    ("dflash", {"block_size": 1}, {}, "block_size must be a whole number from 2 to 256; it is 1"),
-    ("dflash", {"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
-    ("dflash", {"vocab_size": 99}, {}, "vocab_size is 99, the target's is 128"),
-    ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4]}}, {}, "fc takes 320 inputs, and target_layer_ids names 4 layers of width 64"),
-    ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [0, 1, 3, 4, 7]}}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
-    ("dflash", {"dflash_config": FLAGS | {"target_layer_ids": [1, 0, 3, 4, 6]}}, {}, "must ascend"),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}, {}, "layer_types has sliding_attention, and there is no window"),
-    ("dflash", {"layer_types": ["full_attention"] * 3}, {}, "layer_types must name 2 layers; it names 3"),
-    ("dspark", {"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
-    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
-    ("dspark", {}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
-    ("dflash", {}, {"candidate_selector.x": torch.zeros(2)}, "unexpected weight"),
-    ("dflash", {}, {"fc.weight": None}, "fc takes 0 inputs"),
-    ("dflash", {}, {"hidden_norm.weight": None}, "config.json is a block drafter's, and the weights are not: they have no"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind, changes, tensors, message", WRONG)
-def test_wrong_files_are_named(kind, changes, tensors, message, tmp_path):
-    assert_refused(write_head(tmp_path / "head", kind, changes, **tensors), message)
 
 
 def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):

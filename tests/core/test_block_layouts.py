@@ -26,7 +26,6 @@ from block_files import (
     MASK,
     SHAPE,
     TARGET,
-    assert_refused,
     drafter_of,
     drafts,
     random_weights,
@@ -41,9 +40,8 @@ from drafters import DraftInputs
 from drafts.block_draft import SparkDrafter, load_head
 from drafts.parallel_eagle import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
-from files.rounding import quantize_directory
 from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target, slow
-from quantize import BLOCKS, Quantization
+from quantize import BLOCKS
 from run.generate import generate, load
 from tiny_models import Kind, write
 
@@ -625,20 +623,6 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
         head.program = None
 
 
-@pytest.mark.parametrize("kind", [*FURTHER, "z-lab", "dspine", "lilicorr"])
-def test_quantized_copies_have_the_codes_of_loading(kind, tmp_path):
-    """As quantize.py writes them: convolutions and tables of tokens stay as they are."""
-    path = WRITERS[kind](tmp_path / "head")
-    quantize_directory(path, tmp_path / "int8", Quantization("int8"))
-    target = golden_target(TARGET)
-    ours = load_head(tmp_path / "int8", target)
-    theirs = load_head(path, target, Quantization("int8"))
-    for values in ("named_parameters", "named_buffers"):
-        held = dict(getattr(theirs, values)())
-        assert all(torch.equal(value, held.pop(name)) for name, value in getattr(ours, values)())
-        assert not held
-
-
 @pytest.mark.slow  # 15 s of tracing each
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "dspine", "lilicorr", "peagle"])
 def test_compiled_as_on_cuda(traced, kind, tmp_path):
@@ -710,61 +694,3 @@ def test_files_of_speculators_have_no_notes(tmp_path, capsys):
         load_head(WRITERS[kind](tmp_path / kind), golden_target(TARGET))
     load_eagle(write_peagle(tmp_path / "peagle", {"norm_output": None}), golden_target(TARGET))
     assert capsys.readouterr().err == ""
-
-
-LAYER_OF = {kind: LAYER | layer for kind, (layer, _) in FURTHER.items()}
-WRONG = [
-    ("dflash", {"speculators_model_type": "xpress"}, {}, "speculators_model_type must be dflash or dspark or dflash2; it is 'xpress'"),
-    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"sliding_window": None}}, {}, "there is no window"),
-    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["full_attention"]}}, {}, "layer_types must name 2 layers; it names 1"),
-    ("dflash", {"transformer_layer_config": LAYER_OF["dflash"] | {"layer_types": ["linear_attention"] * 2}}, {}, "layer_types must be a list of sliding_attention and full_attention"),
-    ("dflash", {"aux_hidden_state_layer_ids": [1, 2, 4, 5, 8]}, {}, r"must ascend, up to.*\(6\); they are 0, 1, 3, 4, 7"),
-    ("dflash", {"mask_token_id": None}, {}, "the key 'mask_token_id' is missing"),
-    ("dflash", {"draft_vocab_size": 41}, {}, r"d2t must hold draft_vocab_size \(41\) whole numbers"),
-    ("dflash", {}, {"d2t": None}, "the weight d2t is missing"),
-    ("dflash", {}, {"lm_head.weight": None}, r"1 missing weight\(s\): lm_head.weight"),
-    ("dflash", {}, {"d2t": torch.zeros(40, dtype=torch.int64) - 1}, "d2t reaches the token -1"),
-    ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
-    ("dspark", {"markov_head_type": "gated"}, {}, r"missing weight\(s\): markov_head.gate_proj"),
-    ("dflash2", {"conv_group_size": 7}, {}, r"conv_group_size must divide hidden_size \(64\); it is 7"),
-    ("dflash2", {"conv_kernel_size": 2}, {}, "attention_conv"),
-    ("dflash2", {"selector_top_k": 129}, {}, r"selector_top_k must be 1 to the number of drafted tokens \(128\); it is 129"),
-    ("dflash2", {"selector_rank": 9}, {}, "candidate_selector"),
-    ("dflash2", {"selector_rank": None}, {}, r"3 unexpected weight\(s\): candidate_selector"),
-    ("dflash2", {"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2 or lilicorr; it is 'domino'"),
-    ("dflash2", {"use_swa": True}, {}, "use_swa must be false"),
-    ("dflash2", {"is_neox_style": False}, {}, "is_neox_style must be true; it is False"),
-    ("dspine", {"dspine_config": None}, {}, "unexpected weight"),
-    ("dspine", {"dspine_config": DSPINE["dspine_config"] | {"transfer_rank": 16}}, {}, "transfer_codes|injection"),
-    ("dspine", {"dspine_config": DSPINE["dspine_config"] | {"top_k": 0}}, {}, "selector_top_k must be"),
-    ("dspine", {}, {"injection.message.weight": None}, "missing weight.*injection.message"),
-    ("lilicorr", {"lilicorr_vector_eps": None}, {}, "the key 'lilicorr_vector_eps' is missing"),
-    ("lilicorr", {"lilicorr_enabled": False}, {}, "lilicorr_enabled must be true"),
-    ("lilicorr", {"lilicorr_num_heads": 3}, {}, r"must divide lilicorr_hidden_size \(32\); it is 3"),
-    ("lilicorr", {"lilicorr_candidate_topk": 129}, {}, r"at most vocab_size \(128\); it is 129"),
-    ("lilicorr", {"lilicorr_hidden_size": 0}, {}, "unexpected weight.*lilicorr.token_proj"),
-    ("lilicorr", {}, {"lilicorr.same_slot_bias": None}, "missing weight.*lilicorr.same_slot_bias"),
-    ("lilicorr", {}, {"lm_head.weight": torch.zeros(128, 64)}, "this head has tables, a bias or a selector of its own"),
-    ("peagle", {"mask_token_id": None}, {}, "mask_hidden makes it a P-EAGLE head, which needs a mask_token_id"),
-    ("peagle", {"mask_token_id": 128}, {}, r"below vocab_size \(128\); it is 128"),
-    ("peagle", {}, {"mask_hidden": torch.zeros(1, 1, 64)}, "mask_hidden"),
-    ("peagle", {}, {"mask_hidden": None, "layers.1.mlp.up_proj.weight": None}, "missing weight"),
-    ("gguf dflash", {"attention.sliding_window_pattern": None}, {}, "sliding_window_pattern is missing"),
-    ("gguf dflash", {"attention.sliding_window_pattern": [True]}, {}, "layer_types must name 2 layers; it names 1"),
-    ("gguf dflash2", {"selector_top_k": None}, {}, "selector_top_k must be 1 to"),
-    ("gguf dflash2", {"conv_kernel_size": None}, {}, "unexpected weight"),
-    ("gguf dflash2", {"conv_group_size": 0}, {}, "conv_group_size must be 1 to"),
-    ("gguf dspark", {}, {"blk.0.attn_sinks.weight": torch.zeros(4)}, r"1 unexpected weight\(s\): blk.0.attn_sinks"),
-    ("gguf dspark", {}, {"layer_fusion": torch.zeros(2, 5)}, r"1 unexpected weight\(s\)"),
-    ("gguf dflash", {}, {"lilicorr.same_slot_bias": torch.zeros(4)}, r"1 unexpected weight\(s\): lilicorr.same_slot_bias"),
-    ("gguf dflash", {"attention.scale": 2.0}, {}, "attention.scale is 2.0, which is not supported"),
-    ("gguf dflash", {"target_layers": [1, 2, 4, 5, 9]}, {}, "target_layer_ids must ascend"),
-    ("gguf dflash", {"target_layers": None}, {}, "metadata dflash.target_layers is missing"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind, changes, tensors, message", WRONG)
-def test_wrong_files_are_named(kind, changes, tensors, message, tmp_path):
-    name = "head.gguf" if kind.startswith("gguf") else "head"
-    path = WRITERS[kind](tmp_path / name, changes=changes, **tensors)
-    assert_refused(path, message, load_eagle if kind == "peagle" else load_head)

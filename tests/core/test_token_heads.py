@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import sampling
@@ -25,7 +25,6 @@ from drafts import token_draft
 from drafts.noise import DRAFT
 from drafts.residual import sample_children
 from files.head_kinds import head_kind
-from files.rounding import quantize_directory
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -34,7 +33,6 @@ from helpers import (
     slow,
     token_paths,
 )
-from quantize import Quantization
 from run.generate import load
 from run.options import GenerateConfig, Sampling
 from run.tree_paths import MEDUSA_PATHS
@@ -264,19 +262,6 @@ def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
 # ------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantize_rounds_heads_as_loading_does(official, kind, tmp_path):
-    folder = official[kind][1]
-    target = golden_target()
-    load_heads = token_draft.load_heads
-    quantize_directory(folder, tmp_path / "int8", Quantization("int8"))
-    stored = load_heads(tmp_path / "int8", target)
-    rounded = load_heads(folder, target, Quantization("int8"))
-    x = torch.randn(1, 1, 64 if kind.startswith("medusa") else 128)
-    assert torch.equal(stored(x), rounded(x))
-    assert not torch.equal(stored(x), load_heads(folder, target)(x))
-
-
 def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
     """The official config of Medusa's Vicuna heads says 2, and the weights are 5."""
     shutil.copytree(official["medusa"][1], tmp_path / "heads")
@@ -287,71 +272,31 @@ def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
     assert "the weights hold 4 heads" in notes and "without effect here: tree_decoding" in notes
 
 
-CONFIGS = {  # changes to config.json
-    "three methods": {"block_size": 6},
-    "fewer heads": {"hydra_num_heads": 6},
-    "not grounded": {"grounded_heads": None},
-    "cross attention": {"hydra_head_arch": "cross-attn"},
-    "other layer": {"hidden_state_offset": 1},
-}
+def beside(name: str):
+    """Return a function that puts an empty file beside the heads."""
+    return lambda folder: (folder / name).write_bytes(b"")
 
 
-def wrong(name: str, folder: Path) -> None:
-    """Break a copy of some heads."""
-    config = json.loads((folder / "config.json").read_text()) | CONFIGS.get(name, {})
-    config = {key: value for key, value in config.items() if value is not None}
-    file = next(folder.glob("*_lm_head.*"))
-    tensors = torch.load(file) if file.suffix == ".pt" else load_file(file)
-    match name:
-        case "width":
-            last = f"{config['medusa_num_layers']}.weight"
-            for key, value in tensors.items():
-                narrow = value[..., : value.shape[-1] // 2]
-                tensors[key] = narrow if key.endswith(last) else narrow[: len(value) // 2]
-        case "vocabulary":
-            tensors = {n: t[:50] if "lm_head" in n else t for n, t in tensors.items()}
-        case "a number":
-            tensors["0.0.linear.weight"] = tensors["0.0.linear.weight"][0, 0]
-        case "no LM heads":
-            tensors = {n: t for n, t in tensors.items() if "linear" in n}
-        case "two methods" | "three methods":
-            (folder / "hydra_lm_head.pt").write_bytes(b"")
-        case "beside EAGLE":
-            save_file(tensors, folder / "model.safetensors")
-        case "code":
-            tensors = {"0.0.linear.weight": print}
-    if name == "no weights":
-        file.unlink()
-    elif file.suffix == ".pt":
-        torch.save(tensors, file)
-    else:
-        save_file(tensors, file)
-    (folder / "config.json").write_text(json.dumps(config))
+def without_weights(folder: Path) -> None:
+    next(folder.glob("*_lm_head.*")).unlink()
 
 
-@pytest.mark.parametrize(
-    "kind, name, message",
-    [
-        ("medusa", "width", "take features of width 32, the target's hidden_size is 64; use the heads made"),
-        ("hydra", "vocabulary", "score 50 tokens, the target's vocab_size is 97; use the heads made"),
-        ("medusa", "no LM heads", 'LM heads 0.2.weight, 1.2.weight, 2.2.weight, 3.2.weight are missing; download'),
-        ("medusa", "a number", "linear.weight is a single number; use a model's own weights"),
-        ("medusa", "two methods", "holds heads of several kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
-        ("medusa 2", "beside EAGLE", "model.safetensors (eagle); give each its own directory"),
-        ("medusa", "three methods", "medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra), the key block_size (block); give"),
-        ("medusa", "no weights", "has neither medusa_lm_head.safetensors nor medusa_lm_head.pt; add the weights"),
-        ("hydra++", "no weights", "has neither hydra_lm_head.safetensors nor hydra_lm_head.pt; add the weights"),
-        ("hydra", "fewer heads", "config.json says hydra_num_heads 6, and the weights hold 4 heads"),
-        ("hydra", "not grounded", "the key 'grounded_heads' is missing"),
-        ("hydra", "cross attention", "hydra_head_arch must be mlp or prefix-mlp; it is 'cross-attn'"),
-        ("hydra", "other layer", "hidden_state_offset must be 0"),
-        ("medusa", "code", "its pickle holds more than tensors"),
-    ],
-)  # fmt: skip
-def test_wrong_files_are_one_line(official, kind, name, message, tmp_path):
+def with_code(folder: Path) -> None:
+    torch.save({"0.0.linear.weight": print}, folder / "medusa_lm_head.pt")
+
+
+@pytest.mark.parametrize("kind, change, message", [
+    ("medusa", beside("hydra_lm_head.pt"), "heads of several kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
+    ("medusa 2", beside("model.safetensors"), "model.safetensors (eagle); give each its own directory"),
+    ("medusa", without_weights, "has neither medusa_lm_head.safetensors nor medusa_lm_head.pt; add the weights"),
+    ("hydra++", without_weights, "has neither hydra_lm_head.safetensors nor hydra_lm_head.pt; add the weights"),
+    ("medusa", with_code, "its pickle holds more than tensors"),
+])  # fmt: skip
+def test_wrong_files_are_one_line(official, kind, change, message, tmp_path):
+    """Damaged ones are in test_head_files.py."""
     folder = tmp_path / "heads"
     shutil.copytree(official[kind][1], folder)
-    wrong(name, folder)
+    change(folder)
     with pytest.raises(ValueError) as found:
         head_kind(folder)
         drafter_of(folder, StaticTree.chain(3))

@@ -105,8 +105,8 @@ def test_block_drafters_are_read_back_as_the_same_head(layout, kind, rank, tmp_p
 @pytest.mark.parametrize(
     ("source", "layout", "fault"),
     [
-        ("causal", "speculators", "is causal"),
-        ("normed", "sglang", "has further norms"),
+        ("causal", "speculators", "whose causal is True; it would be read as False"),
+        ("normed", "sglang", "whose norm_before_residual is True"),
         ("version 1", "sglang", "of version 1 or 2"),
         ("there", "sglang", "exists; give --overwrite"),
         ("there", "gguf", "must end in .gguf"),

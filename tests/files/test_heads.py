@@ -178,8 +178,9 @@ def test_eagle_1_in_speculators_layout(tmp_path, bias):
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert head.config == plain.config
-    with pytest.raises(ValueError, match="in speculators' format with layernorms is not supported"):
-        load_head(write_files(tmp_path / "norms", said | {"layernorms": True}, theirs), model)
+    norms = theirs | {"embedding_layernorm.weight": torch.ones(64)}
+    with pytest.raises(ValueError, match="1 unexpected weight.*embedding_layernorm"):
+        load_head(write_files(tmp_path / "norms", said | {"layernorms": True}, norms), model)
 
 
 def test_draft_tokens_in_any_order(tmp_path):
@@ -333,7 +334,7 @@ def test_norm_output_true_feeds_the_normed_output_back(name, tmp_path, capsys):
 
 
 def test_biases_are_those_of_the_weights(tmp_path, capsys):
-    """The weights decide, not the config. A note names each flag of the config that differs."""
+    """The weights decide, not the config."""
     config, tensors = official()
     rows = {"self_attn.q": 64, "self_attn.k": 32, "self_attn.v": 32, "self_attn.o": 64}
     rows |= {"mlp.gate": 112, "mlp.up": 112, "mlp.down": 64}
@@ -347,8 +348,7 @@ def test_biases_are_those_of_the_weights(tmp_path, capsys):
     said = {"attention_bias": True, "mlp_bias": True, "bias": True}
     head = load_head(write_files(tmp_path / "none", config | said, tensors), target())
     assert not any(name.endswith("bias") for name, _ in head.named_parameters())
-    (note,) = notes(capsys, tmp_path / "none")
-    assert "without effect here: attention_bias, bias, mlp_bias" in note
+    assert not notes(capsys, tmp_path)
 
 
 def test_the_reference_sees_every_flag():
@@ -445,43 +445,7 @@ def failure(capsys, head: Path) -> str:
 def test_a_layout_that_nobody_knows(tmp_path, capsys):
     config, _ = official()
     said = failure(capsys, write_files(tmp_path / "head", config, {"drafter.weight": fresh(4, 4)}))
-    assert "in no layout that is known: its tensors are drafter.weight; known are EAGLE-1" in said
-
-
-D2T = official()[1]["d2t"]
-MISTAKES = [  # changes to the config, changes to the tensors, what is said
-    ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
-    ({"eagle_config": {IDS: [2, 4, 8]}}, {}, "takes the inputs of the target's layers 3, 5, 9, which"),
-    ({IDS: [2, 2, 5]}, {}, "takes the inputs of the target's layers 2, 2, 5"),
-    ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
-    ({"draft_inputs": "token"}, {}, "the head was trained on token; only feature&shifted can draft here"),
-    ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
-    ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
-    ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
-    ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
-    ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
-    ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
-    (
-        {}, {"d2t": D2T.float()},
-        "d2t must hold draft_vocab_size (80) whole numbers; it is torch.float32 of shape [80]; correct",
-    ),
-    ({}, {"d2t": None}, "the weight d2t is missing"),
-    ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
-    ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
-    ({"hidden_size": 32}, {}, "hidden_size is 32, the target's is 64"),
-    ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
-    ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
-    ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
-    ({"transformer_layer_config": {}}, {}, "the key 'hidden_size' is missing"),
-    ({"norm_output": True, "new": 1}, {"mask_hidden": fresh(192)}, "needs a mask_token_id below vocab_size (128); it is None"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes, weights, message", MISTAKES, ids=[m for _, _, m in MISTAKES])
-def test_mistakes_are_one_line(changes, weights, message, tmp_path, capsys):
-    config, tensors = official()
-    path = write_files(tmp_path / "head", config | changes, tensors | weights)
-    assert message in failure(capsys, path)
+    assert "is in no layout of the kind eagle that is known: its tensors are drafter.weight" in said
 
 
 def test_a_model_is_no_head(capsys):
@@ -491,21 +455,12 @@ def test_a_model_is_no_head(capsys):
     assert f"use --draft model --draft_checkpoint {TARGET}, or" in message
 
 
-def test_two_heads_in_a_directory(tmp_path, capsys):
-    config, tensors = official()
+def test_a_config_of_another_version(tmp_path, capsys):
+    config, _ = official()
     older = load_file(GOLDEN / "models/head_eagle12_mha/model.safetensors")
     said, head = {"architectures": ["LlamaForCausalLMEagle3"]}, tmp_path / "head"
     message = failure(capsys, write_files(head, config | said, older))
     assert "mixes versions: an EAGLE-3 config" in message
-    write_files(head, config, tensors)
-    torch.save(older, head / "pytorch_model.bin")
-    message = failure(capsys, head)
-    assert "model.safetensors and pytorch_model.bin hold two heads" in message
-    torch.save(tensors, head / "pytorch_model.bin")
-    assert load_head(head, target()).aux_layers == (2, 4, 5)
-    # what cannot be read says nothing
-    (head / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert load_head(head, target()).aux_layers == (2, 4, 5)
 
 
 @pytest.mark.parametrize("width, form", [(128, "int4"), (100, "none")])
@@ -521,11 +476,6 @@ NAMED = {  # version, config, what the note names
         2, {"norm_before_residual": True, "draft_vocab_size": 5, "fc_norm": True, "norm_output": False},
         "draft_vocab_size, fc_norm, norm_before_residual, norm_output",
     ),
-    "of version 2 in version 3": (3, {"qkv_bias": True, "bias": True}, "bias, qkv_bias"),
-    "of the head in its layer": (
-        3, speculators(official()[0] | {"norm_before_residual": True}), "norm_before_residual",
-    ),
-    "of the layer in eagle_config": (3, {"eagle_config": {"rope_theta": 5e5}}, "rope_theta"),
     "unknown": (
         3, {"eagle_config": {"use_mtp_layernorm": True, "use_last_layernorm": True}, "use_sliding_window": True, "new": False},
         "new, use_mtp_layernorm, use_sliding_window",
