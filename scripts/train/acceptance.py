@@ -1,9 +1,8 @@
 """Measure how well a head drafts, quickly: chains from every position of a sequence at once.
 
 1. The target has written the sequences itself, greedily, so the sequence is the truth of a chain.
-2. Step s runs one row per start. Its mask shows the true rows up to the start, and the start's own
-   rows of the steps before. `Chains` is the decode loop on chains, without verification (a test
-   compares the two).
+2. The chains are the unrolled steps of the loss (losses.py), which take the drafted tokens in place
+   of the true ones: the decode loop on chains, without verification (a test compares the two).
 3. n-alpha, tau, and the sharpness of the head's scores come from these chains.
 
 Source: EAGLE (arXiv 2401.15077), section 4.1 (n-alpha).
@@ -22,72 +21,11 @@ from torch import Tensor, nn
 from drafters import DraftVocab
 from drafts.residual import spread
 from eagle_draft import EagleHead
-from kv_cache import KVCache, Window
 from model import Transformer
 from run.heads import draft_lm_head
+from scripts.train.losses import Past, unrolled_step
 
 ALPHAS = 5  # chain steps that are evaluated
-
-
-class Chains:
-    """Chain drafts from every position of a sequence at once."""
-
-    def __init__(self, head: EagleHead, target: Transformer, tokens: Tensor):
-        """tokens: [1, T], written by the target."""
-        self.head = head
-        self.target = target
-        self.tokens = tokens
-        T = tokens.shape[1]
-        steps = torch.arange(T, device=tokens.device)
-        self.features = target(tokens, steps[None], aux_layers=head.aux_layers)
-        self.embedding = head.embedding or target.embedding
-        self.vocab = head.vocab or DraftVocab(target.config.vocab_size)
-        # of the draft vocabulary: all rows of a large one would take most of the time
-        self.lm_head = head.lm_head or draft_lm_head(target, None, self.vocab.ids)
-        self.dtype = head.layers[0].wo.weight.dtype  # may differ from the target's
-        self.cache = KVCache.empty(
-            head.config.model, 1, T * (ALPHAS + 1), self.dtype, str(tokens.device)
-        )
-
-    def step(self, s: int, features: Tensor, drafted: Tensor) -> Tensor:
-        """Run drafting step `s` for all T-2 starts.
-
-        features: [1, R, F]; drafted: [1, R] tokens
-        Returns: [1, R, F].
-        """
-        R = drafted.shape[1]
-        rows = torch.arange(R, device=drafted.device)
-        causal = rows[None] <= rows[:, None]
-        own = torch.eye(R, dtype=torch.bool, device=drafted.device)
-        # true rows up to the start, then its own predicted rows
-        mask = torch.cat((causal, own.repeat(1, s)), 1)[None]  # [1, R, (1 + s) R]
-        window = Window(rows[None] + s * R, torch.zeros_like(rows[:1]), mask)
-        embedded = self.embedding(drafted).to(self.dtype)
-        hidden = features.to(self.dtype)
-        y = self.head(embedded, hidden, rows[None] + s, self.cache, window)
-        return y.to(features.dtype)
-
-    def run(self) -> tuple[Tensor, list[Tensor]]:
-        """Draft a chain from every start.
-
-        Returns: ok [R, ALPHAS] bool, true where step s of start r drafts the target's token; the
-        logits of every step, [R, N] each.
-        """
-        x = self.tokens
-        R = x.shape[1] - 1 - ALPHAS  # starts with a truth for the entire chain
-        features = self.features[:, :R]
-        drafted = x[:, 1 : R + 1]
-        ok = []
-        logits = []
-        if self.head.aux_layers:
-            features = self.head.project(features.to(self.dtype))
-        for s in range(ALPHAS):
-            features = self.step(s, features, drafted)
-            z = self.lm_head(self.head.output_norm(features))  # [1, R, N]
-            drafted = self.vocab.tokens(z.argmax(-1))
-            ok.append(drafted[0] == x[0, 2 + s : 2 + s + R])
-            logits.append(z[0])
-        return torch.stack(ok, 1), logits
 
 
 class DraftedChains(NamedTuple):
@@ -99,10 +37,33 @@ class DraftedChains(NamedTuple):
     vocab: DraftVocab
 
 
+@torch.no_grad()
 def chains(head: EagleHead, target: Transformer, tokens: Tensor) -> DraftedChains:
     """Draft chains with an EAGLE head. tokens: [1, T], written by the target."""
-    drafting = Chains(head, target, tokens)
-    return DraftedChains(*drafting.run(), drafting.features, drafting.vocab)
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    features = target(tokens, steps[None], aux_layers=head.aux_layers)
+    embedding = head.embedding or target.embedding
+    vocab = head.vocab or DraftVocab(target.config.vocab_size)
+    # of the draft vocabulary: all rows of a large one would take most of the time
+    lm_head = head.lm_head or draft_lm_head(target, None, vocab.ids)
+    dtype = head.layers[0].wo.weight.dtype  # may differ from the target's
+    R = tokens.shape[1] - 1 - ALPHAS  # starts with a truth for the entire chain
+    hidden = features[:, :R]
+    if head.aux_layers:
+        hidden = head.project(hidden.to(dtype))
+    drafted = tokens[:, 1 : R + 1]
+    past = Past.empty(head)
+    ok = []
+    logits = []
+    for s in range(ALPHAS):
+        embedded = embedding(drafted).to(dtype)
+        y = unrolled_step(head, embedded, hidden.to(dtype), s, past)
+        hidden = y.to(hidden.dtype)
+        z = lm_head(head.output_norm(hidden))  # [1, R, N]
+        drafted = vocab.tokens(z.argmax(-1))
+        ok.append(drafted[0] == tokens[0, 2 + s : 2 + s + R])
+        logits.append(z[0])
+    return DraftedChains(torch.stack(ok, 1), logits, features, vocab)
 
 
 @torch.no_grad()

@@ -57,6 +57,11 @@ class Past(NamedTuple):
     k: tuple[list[Tensor], ...]  # n_layers x (a step each) [B, Hkv, 1, T, E]
     v: tuple[list[Tensor], ...]
 
+    @staticmethod
+    def empty(head: EagleHead) -> Past:
+        """Return that before step 0."""
+        return Past(tuple([] for _ in head.layers), tuple([] for _ in head.layers))
+
 
 def attend(rows: Rows, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attend causally over the keys of step 0, and to the row's own keys of the later steps.
@@ -145,7 +150,7 @@ def unrolled_losses(
     hidden = head.project(features) if eagle3 else features + noise
     entropies = []
     regressions = []
-    past = Past(tuple([] for _ in head.layers), tuple([] for _ in head.layers))
+    past = Past.empty(head)
     for s in range(steps):
         here = slice(s, s + T)
         ahead = slice(1 + s, 1 + s + T)

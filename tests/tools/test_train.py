@@ -42,7 +42,7 @@ from reference import TORCH, use_backend
 from run.heads import load_drafter, rows_of
 from run.options import DEMO, GenerateConfig
 from scripts.train import data, feature_cache, train_block, train_eagle, training
-from scripts.train.acceptance import ALPHAS, Chains, evaluate
+from scripts.train.acceptance import ALPHAS, chains, evaluate
 from scripts.train.data import Dialogue, Example, marked_tokens
 from scripts.train.feature_cache import best_tokens, default_aux_layers
 from scripts.train.losses import DECAY, STEPS, LossOptions, unrolled_losses
@@ -184,7 +184,7 @@ def test_chains_from_every_start_agree_with_the_loop():
     prompt = [5, 17, 3, 40, 8]
     drafter = EagleDrafter(head, target, StaticTree.chain(ALPHAS), sharpness=1.0)
     session = decode(engine_for(target, drafter, max_new_tokens=60, ignore_eos=True), prompt)
-    ok, _ = Chains(head, target, torch.tensor([session.history[0]])).run()
+    ok = chains(head, target, torch.tensor([session.history[0]])).ok
     lengths = ok.long().cumprod(1).sum(1).tolist()
     # the head's row that pairs f_{pos-1} with the root
     starts = [(row["pos"] - 1, row["accept_length"]) for row in session.trace]
@@ -195,8 +195,8 @@ def test_chains_from_every_start_agree_with_the_loop():
     assert result["alpha"][0] == pytest.approx(ok[3:, 0].float().mean().item())
     narrow = copy.deepcopy(target).bfloat16()  # on CUDA it stays so while the head is in fp32
     narrow.ropes = target.ropes
-    _, logits = Chains(head, narrow, torch.tensor([session.history[0]])).run()
-    assert logits[0].dtype == torch.float32
+    drafted = chains(head, narrow, torch.tensor([session.history[0]]))
+    assert drafted.logits[0].dtype == torch.float32
 
 
 # ----------------------------------------------------------------------------------------- data
