@@ -238,12 +238,13 @@ def save_head(head: BlockHead, config: BlockTrainConfig, info: dict) -> None:
     write_files(head, Path(config.out), config.dtype, info)
 
 
-BLOCK = training.Recipe(make_head, scale_inputs, losses_of, draft_blocks, save_head)
+BLOCK = training.Recipe(
+    "train_block.py", BlockTrainConfig, make_head, scale_inputs, losses_of, draft_blocks, save_head
+)
 
 
 def main() -> None:
-    config = COMMAND or parse(BlockTrainConfig, "train_block.py", __doc__)
-    training.run(config, "train_block.py", BLOCK)
+    training.run(BLOCK, COMMAND or parse(BlockTrainConfig, BLOCK.program, __doc__))
 
 
 if __name__ == "__main__":

@@ -103,8 +103,7 @@ from reference import TORCH, use_backend
 from run.heads import rows_of
 from scripts.train import losses, training
 from scripts.train.acceptance import chains
-from scripts.train.data import Example
-from scripts.train.feature_cache import default_aux_layers
+from scripts.train.data import Example, default_aux_layers
 
 
 def losses_of(
@@ -293,12 +292,13 @@ def save_head(head: EagleHead, config: TrainConfig, info: dict) -> None:
     training.write_checkpoint(Path(config.out), tensors | vocab_layout(head), keys, info)
 
 
-EAGLE = training.Recipe(make_head, losses.scale_inputs, losses_of, chains, save_head)
+EAGLE = training.Recipe(
+    "train_eagle.py", TrainConfig, make_head, losses.scale_inputs, losses_of, chains, save_head
+)
 
 
 def main() -> None:
-    config = COMMAND or parse(TrainConfig, "train_eagle.py", __doc__)
-    training.run(config, "train_eagle.py", EAGLE)
+    training.run(EAGLE, COMMAND or parse(TrainConfig, EAGLE.program, __doc__))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 1. `Recipe` gives the parts that depend on the kind of head: how it is made, the scale of its first
    layer's inputs, its losses, how it drafts on sequences of the target, and its files.
-2. `Training` holds a run: the frozen target computes the features of each batch (feature_cache.py),
+2. `Training` holds a run: the frozen target computes the features of each batch (data.py),
    the head learns from them by the recipe's losses. Muon (Keller Jordan et al. 2024, as
    `torch.optim.Muon`) takes the layers' matrices, AdamW the rest.
 3. Every `--eval_every` steps the head drafts chains on sequences of the target (acceptance.py), and
@@ -14,14 +14,12 @@ Not here: the data (data.py), losses (losses.py), recipes (train_eagle.py, train
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable
-from contextlib import closing, redirect_stdout
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,23 +31,21 @@ from tqdm import tqdm
 from backends import experts
 from decode import build_cycles
 from drafters import RootOnly
-from files.chat import chat_template, template_text
+from files.chat import read_text_files
 from files.io import replace_file, write_text
-from files.tokenizer import Tokenizer
 from files.weights import load_model
 from model import DTYPES, ModelConfig, Transformer
 from run.engine import Engine
+from run.generate import generate
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors
-from run.scheduler import Request, Scheduler
+from scripts.train import data
 from scripts.train.acceptance import ALPHAS, DraftedChains, evaluate, fit_sharpness
-from scripts.train.data import Batch, Example, batches, laid_out, load_data
-from scripts.train.feature_cache import Features
+from scripts.train.data import Batch, Dialogue, Example
 from scripts.train.train_options import TrainOptions, resume_file
 
 SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-PROBE_S = 5.0  # of repeating a step to measure it
 
 Sequences = list[tuple[int, list[int]]]  # the length of a prompt, and all tokens
 
@@ -66,6 +62,8 @@ class Inputs(NamedTuple):
 class Recipe(NamedTuple):
     """The parts of training that depend on the kind of head."""
 
+    program: str  # its command
+    options: type[TrainOptions]
     # of (config, target, examples)
     make_head: Callable[[Any, Transformer, list[Example]], nn.Module]
     # of (head, embedded tokens, features) of a batch, before training. Writes: the head
@@ -133,11 +131,14 @@ def make_optimizers(model: nn.Module, config: TrainOptions) -> list[torch.optim.
     adamw = torch.optim.AdamW(
         groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True
     )
-    if not muon:
-        return [adamw]
-    kind = torch.optim.Muon if multiplies_bf16(config.device) else Fp32Muon
-    rule = "match_rms_adamw"
-    return [adamw, kind(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule)]
+    made = [adamw]
+    if muon:
+        kind = torch.optim.Muon if multiplies_bf16(config.device) else Fp32Muon
+        rule = "match_rms_adamw"
+        made.append(kind(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule))
+    for group in [group for optimizer in made for group in optimizer.param_groups]:
+        group["initial_lr"] = group["lr"]  # the peak of the schedule
+    return made
 
 
 def lr_share(position: float, steps: int, warmup: int) -> float:
@@ -153,46 +154,33 @@ def lr_share(position: float, steps: int, warmup: int) -> float:
 
 def make_engine(config: TrainOptions, target: Transformer) -> Engine:
     """Make an engine of the target alone, to write sequences."""
-    path = Path(config.checkpoint)
-    tokenizer = Tokenizer.load(path)
-    has_template = config.chat or template_text(path) is not None
-    template = chat_template(path, tokenizer, config.chat) if has_template else None
-    ends = tuple(target.config.eos_ids)
-    if template:
-        ends += tuple(template.stop_ids(tokenizer))
     options = GenerateConfig(
         checkpoint=config.checkpoint,
         draft="none",
+        chat=config.chat or None,
         batch_size=16,
         device=config.device,
         compile=False,  # the target is also read layer by layer
     )
+    tokenizer, template = read_text_files(Path(config.checkpoint), options)
+    ends = tuple(target.config.eos_ids)
+    if template:
+        ends += tuple(template.stop_ids(tokenizer))
     context = min(2048, target.config.max_context)
     parts = {"config": options, "tokenizer": tokenizer, "template": template}
     return Engine(target, (RootOnly(),), context, ends, **parts)
 
 
-def own_sequences(engine: Engine, prompts: list[list[int]], length: int) -> Sequences:
-    """Let the target continue the prompts greedily."""
-    requests = [
-        Request.of(engine, ids, limit=length, noise_id=(number, 0))
-        for number, ids in enumerate(prompts)
-    ]
-    with closing(Scheduler(engine)) as scheduler:
-        for _ in scheduler.run(requests):
-            pass
-    return [(len(each.prompt), each.prompt + each.tokens) for each in requests]
-
-
-def prepare(config: TrainOptions, target: Transformer) -> tuple[list[Example], Sequences]:
-    """Read the data, and let the target continue the held-out prompts. Writes: `config.out`.
+def prepare(
+    config: TrainOptions, target: Transformer, kept: list[Dialogue], held: list[Dialogue]
+) -> tuple[list[Example], Sequences]:
+    """Tokenize the dialogues, and let the target continue the prompts of those held out.
 
     Returns: training examples, and sequences to evaluate with
     Raises: ValueError when there is nothing to evaluate with.
     """
     engine = make_engine(config, target)
-    Path(config.out).mkdir(parents=True, exist_ok=True)
-    examples, prompts = load_data(config, engine.tokenizer, engine.template)
+    examples, prompts = data.load_data(kept, held, engine.tokenizer, engine.template)
     prompts = [p for p in prompts if len(p) + OWN_TOKENS < engine.context]
     if not prompts:
         raise ValueError(
@@ -200,8 +188,8 @@ def prepare(config: TrainOptions, target: Transformer) -> tuple[list[Example], S
             "give more data"
         )
     fitting = build_cycles(replace(engine, context=max(map(len, prompts)) + OWN_TOKENS))
-    sequences = own_sequences(fitting, prompts, OWN_TOKENS)
-    sequences = [(begin, ids) for begin, ids in sequences if len(ids) >= begin + ALPHAS + 2]
+    answers = generate(fitting, prompts, max_new_tokens=OWN_TOKENS).tokens
+    sequences = [(len(p), p + new) for p, new in zip(prompts, answers) if len(new) >= ALPHAS + 2]
     if not sequences:
         raise ValueError(
             f"--data: the target ends every held-out prompt within {ALPHAS + 1} tokens; "
@@ -238,64 +226,59 @@ class Training:
     ):
         """Make the head and its optimizers. Raises: ValueError for wrong options or data."""
         self.config = config
+        # whether matmuls of a step are in `dtype`; otherwise they are in fp32
+        self.is_narrow = config.dtype != "float32" and multiplies_bf16(config.device)
+        kind = torch.device(config.device).type
+        self.autocast = partial(torch.autocast, kind, DTYPES[config.dtype], self.is_narrow)
         self.recipe = recipe
         self.target = target
         self.examples = examples
         self.sequences = sequences
         self.head = recipe.make_head(config, target, examples)
         aux_layers = getattr(self.head, "aux_layers", ())
-        self.features = Features(config, target, aux_layers, laid_out(examples, 0)[0])
-        first = next(batches(examples, config))
+        self.features = data.Features(config, target, aux_layers, data.laid_out(examples, 0)[0])
+        first = next(data.batches(examples, config))
         embedded = target.embedding(first.tokens.to(config.device)).float()
-        recipe.scale_inputs(self.head, embedded, self.features.of(first).float())
+        recipe.scale_inputs(self.head, embedded, self.features.of(first)[0].float())
         self.losses = recipe.losses_of(config, self.head, target)
         self.optimizers = make_optimizers(self.head, config)
-        self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.state_file = Path(config.out, "resume.pt")
         self.weights = torch.tensor(list(config.losses.values()), device=config.device)
         self.done = 0  # steps
-        self.position = 0.0  # in the schedule of the learning rates, in steps
+        self.seconds = 0.0  # of them, evaluations included
         self.curve: list[dict] = []
-        self.best: dict[
-            str, Tensor
-        ] = {}  # the weights with the highest tau, of equal ones the last
+        # the weights with the highest tau, of equal ones the last
+        self.best: dict[str, Tensor] = {}
+
+    @property
+    def position(self) -> float:
+        """The position in the schedule, in steps: those done, or the share of --minutes spent."""
+        config = self.config
+        if not config.minutes:
+            return self.done
+        return min(self.seconds / (60 * config.minutes), 1) * config.steps
 
     @property
     def best_row(self) -> dict:
         """The row of the curve with the highest tau, of equal ones the last."""
         return max(reversed(self.curve), key=lambda row: row["tau"])
 
-    @property
-    def state_file(self) -> Path:
-        return Path(self.config.out, "resume.pt")
-
-    def autocast(self) -> torch.autocast:
-        """Return the context of a step. Products are in `dtype` where the device has such."""
-        kind = torch.device(self.config.device).type
-        return torch.autocast(kind, DTYPES[self.config.dtype], self.is_narrow)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Return whether products are in `dtype`; otherwise they are in fp32."""
-        return self.config.dtype != "float32" and multiplies_bf16(self.config.device)
-
     def inputs(self, batch: Batch) -> Inputs:
         """Return the inputs of the losses of a batch. Writes: the file of features."""
         device = self.config.device
         with self.autocast():
-            features = self.features.of(batch)
+            features, best = self.features.of(batch)
             if not self.is_narrow:
                 features = features.float()  # a file may have kept them in bf16
-            best = self.features.best(features, batch)
         return Inputs(batch.tokens.to(device), batch.mask.to(device), features, best)
 
     def step(self, batch: Batch) -> Tensor:
         """Do a step. Writes: the head, the optimizers, `done`. Returns: the losses, unweighted."""
         config = self.config
         share = lr_share(self.position, config.steps, config.warmup)
-        for optimizer, peaks in zip(self.optimizers, self.peaks):
-            # loading a state replaces the groups
-            for group, peak in zip(optimizer.param_groups, peaks):
-                group["lr"] = peak * share
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * share
         inputs = self.inputs(batch)
         with self.autocast():
             losses = torch.stack(self.losses(inputs, self.done))
@@ -356,7 +339,7 @@ class Training:
             "optimizers": [o.state_dict() for o in self.optimizers],
             "best": self.best,
             "step": self.done,
-            "position": self.position,
+            "seconds": self.seconds,
             "curve": json.dumps(self.curve),
         }
         replace_file(self.state_file, lambda path: torch.save(state, path))
@@ -370,7 +353,7 @@ class Training:
             optimizer.load_state_dict(saved)
         self.best = state["best"]
         self.done = state["step"]
-        self.position = state["position"]
+        self.seconds = state["seconds"]
         self.curve = json.loads(state["curve"])
 
 
@@ -379,63 +362,32 @@ def crosses(before: float, after: float, unit: float) -> bool:
     return after // unit > before // unit
 
 
-class Clock:
-    """The position in a schedule that goes by the time left, not by the steps done.
-
-    The first step of a process does not advance it: that step compiles. Nor does the first one
-    behind an evaluation.
-    """
-
-    def __init__(self, steps: int, left_s: Callable[[], float]):
-        """steps: of the schedule; left_s: the seconds left of the training"""
-        self.steps = steps
-        self.left_s = left_s
-        self.before_s: float | None = None  # left after the step before
-
-    def after(self, position: float, ending_s: float) -> float:
-        """Return the position after a step. ending_s: time that the end of training takes"""
-        left_s = self.left_s() - ending_s
-        before_s = left_s if self.before_s is None else self.before_s
-        self.before_s = left_s
-        if left_s <= 0:
-            return self.steps
-        return position + (self.steps - position) * max(1 - left_s / before_s, 0.0)
-
-
-def train(made: Training, left_s: Callable[[], float] | None = None) -> None:
-    """Train to the end. Writes: `config.out`.
-
-    left_s: called after every step, the seconds left: training ends when they are over, whatever
-        `config.steps`, which is then the unit of the schedule
-    """
+def train(made: Training) -> None:
+    """Train to the end. Writes: `config.out`."""
     config = made.config
     if config.resume:
         made.load()
     elif config.is_trained:
         made.evaluate({"step": 0, "seconds": 0.0})  # an existing head, before its first step
-    clock = Clock(config.steps, left_s) if left_s else None
-    ending_s = 0.0  # of the last evaluation, and as much for the sharpness
-    feed = batches(made.examples, config, made.done)
+    feed = data.batches(made.examples, config, made.done)
     recent = []
-    began = time.time()
+    clock_s = None  # at the end of the step before; the first one of a process compiles
     bar = tqdm(initial=made.done, total=config.steps, unit="step", mininterval=5, disable=None)
     ended = made.position >= config.steps
     while not ended:
-        recent.append(made.step(next(feed)))
         before = made.position
-        made.position = clock.after(before, ending_s) if clock else made.done
+        recent.append(made.step(next(feed)))
+        now_s = time.perf_counter()
+        made.seconds += 0.0 if clock_s is None else now_s - clock_s
+        clock_s = now_s
         bar.total = round(made.done * config.steps / made.position) if made.position else None
         bar.update()
         ended = made.position >= config.steps
         if ended or crosses(before, made.position, config.eval_every):
             means = dict(zip(config.losses, torch.stack(recent).mean(0).tolist()))
             recent = []
-            now = time.time()
-            gives_up = made.evaluate({"step": made.done, **means, "seconds": now - began})
+            gives_up = made.evaluate({"step": made.done, **means, "seconds": made.seconds})
             ended = ended or gives_up
-            ending_s = 2 * (time.time() - now)
-            if clock:
-                clock.before_s = None  # an evaluation's time asks for no further one
         if not ended and crosses(before, made.position, config.eval_every / SAVES):
             made.save()
     made.finish()
@@ -444,79 +396,24 @@ def train(made: Training, left_s: Callable[[], float] | None = None) -> None:
 
 
 def ready(config: TrainOptions, recipe: Recipe) -> Training:
-    """Load the target and the data, and make the head. Writes: `config.out`.
+    """Read the data, load the target, and make the head. Writes: `config.out`.
 
     Raises: ValueError for wrong options or data.
     """
     config.check()
+    kept, held = data.read_data(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     target = load_target(config)
-    examples, sequences = prepare(config, target)
-    return Training(config, recipe, target, examples, sequences)
+    Path(config.out).mkdir(parents=True, exist_ok=True)
+    return Training(config, recipe, target, *prepare(config, target, kept, held))
 
 
-def left_of(minutes: float) -> Callable[[], float]:
-    """Return a function that tells the time left, in seconds, from its first call on."""
-    end_s = None
-
-    def left_s() -> float:
-        nonlocal end_s
-        now = time.perf_counter()
-        if end_s is None:
-            end_s = now + 60 * minutes
-        return end_s - now
-
-    return left_s
-
-
-def run(config: TrainOptions, program: str, recipe: Recipe) -> None:
-    """Run the command line of a training program."""
-    with one_line_errors(program):
-        config = replace(config, device=pick_device(config.device))
-        train(ready(config, recipe), left_of(config.minutes) if config.minutes else None)
-
-
-# ------------------------------------------------------------------------------- measuring
-
-
-class StepCost(NamedTuple):
-    """The time and the size of a step of training."""
-
-    tokens: int  # of a batch
-    feature_s: float  # of the target's features, once for each batch
-    feature_bytes: int
-    step_s: float
-
-
-def step_cost(config: TrainOptions, recipe: Recipe) -> StepCost:
-    """Measure a step on random tokens, without compiling, which is the slower way."""
-    config = replace(config, steps=1)
-    target = load_target(config)
-    tokens = torch.randint(target.config.vocab_size, (config.batch_size * config.seq_len,))
-    example = Example(tokens, torch.ones(len(tokens), dtype=torch.bool))
-    with redirect_stdout(io.StringIO()):  # it describes the vocabulary of random tokens
-        made = Training(config, recipe, target, [example], [])
-    batch = next(batches([example], config))
-    feature_s = median_s(lambda: made.inputs(batch))
-    with torch.compiler.set_stance("force_eager"):
-        step_s = median_s(lambda: made.step(batch).tolist())
-    feature_bytes = made.inputs(batch).features.nbytes
-    return StepCost(len(tokens), feature_s, feature_bytes, max(step_s - feature_s, 0.0))
-
-
-def median_s(work: Callable[[], Any]) -> float:
-    """Return the median time of some work, done six times, or until it has taken PROBE_S.
-
-    The first time warms up, and does not count unless it is the only one.
-    """
-    times: list[float] = []
-    while len(times) < 6 and sum(times) < PROBE_S:
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:] or times)
+def run(recipe: Recipe, config: TrainOptions) -> None:
+    """Run the command of a recipe."""
+    with one_line_errors(recipe.program):
+        train(ready(replace(config, device=pick_device(config.device)), recipe))
 
 
 # ------------------------------------------------------------------------------- files

@@ -14,9 +14,11 @@ from run.generate import generate
 from run.options import DEMO
 from run.parsing import one_line_errors
 from run.scheduler import Piece
-from scripts.train import data
+from scripts.train import data, prompts
 from scripts.train import generate_answers as answer
-from scripts.train.generate_answers import AnswerConfig, Filter, headers
+from scripts.train.generate_answers import Filter
+from scripts.train.prompts import headers
+from scripts.train.train_options import HeadConfig
 
 MODULE = '''
 class Tree:
@@ -36,8 +38,7 @@ EVAL = "One two three four five six seven eight nine ten eleven twelve thirteen 
 PROMPTS = {
     "given": [[f"What is {i}?"] for i in range(9)],
     "tasks": [[f"Write about {i}.", "Shorter?"] for i in range(6)],
-    # longer than other prompts may be
-    "long": [[f"Summarize: {i} " + "and on " * 200] for i in range(6)],
+    "long": [[f"Summarize: {i} " + "and on " * 100] for i in range(6)],
 }
 
 
@@ -88,15 +89,19 @@ class MadeUp:
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """Few prompts of each kind, and none of the model's own: the demo would not write any."""
-    rows = "".join(json.dumps({"turns": turns}) + "\n" for turns in PROMPTS["given"])
-    (tmp_path / "given.jsonl").write_text(rows)
+    for source in ("given", "tasks"):
+        rows = "".join(json.dumps({"turns": turns}) + "\n" for turns in PROMPTS[source])
+        (tmp_path / f"{source}.jsonl").write_text(rows)
     (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["What is 3?", EVAL]}))
-    (tmp_path / "out").mkdir()
-    monkeypatch.setattr(answer.task_prompts, "modules", lambda: [MODULE])
-    monkeypatch.setattr(answer.task_prompts, "tasks", lambda: PROMPTS["tasks"])
-    monkeypatch.setattr(answer.task_prompts, "long_texts", lambda most_words: PROMPTS["long"])
+    (tmp_path / "out" / "answers").mkdir(parents=True)
+    monkeypatch.setattr(prompts, "modules", lambda: [MODULE])
+    monkeypatch.setattr(prompts, "TASK_FILE", tmp_path / "tasks.jsonl")
+    monkeypatch.setattr(prompts, "long_texts", lambda most_words: PROMPTS["long"])
     monkeypatch.setattr(answer, "load", load)
     monkeypatch.setattr(answer, "SHARES", answer.SHARES | {"own": 0.0})
+    monkeypatch.setattr(answer, "EVAL", str(tmp_path / "eval.jsonl"))
+    monkeypatch.setattr(answer, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr(answer, "QUANT", "none")
     return tmp_path
 
 
@@ -108,15 +113,13 @@ def made_up(monkeypatch):
     monkeypatch.setattr(answer, "repeated", lambda ids: float(50 < len(ids) < 100))
 
 
-def config_for(folder, out="out", **changes) -> AnswerConfig:
-    paths = {"prompts": str(folder / "given.jsonl"), "eval": str(folder / "eval.jsonl")}
-    size = {"answer_tokens": 6, "batch_size": 4, "quant": "none", "device": "cpu"}
-    own = {"checkpoint": DEMO, "chat": "vicuna", "out": str(folder / out)}
-    return AnswerConfig(**own | paths | size | changes)
+def config_for(folder, out="out", **changes) -> HeadConfig:
+    own = {"checkpoint": DEMO, "chat": "vicuna", "out": str(folder / out), "device": "cpu"}
+    return HeadConfig(**own | {"prompts": str(folder / "given.jsonl"), "answers": 4} | changes)
 
 
 def rows_of(config) -> list[dict]:
-    text = (answer.Path(config.out) / "answers.jsonl").read_text()
+    text = (answer.Path(config.out) / "answers" / "answers.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -128,7 +131,7 @@ def never(tokens: int) -> bool:
 
 
 def test_headers_are_whole_and_dedented():
-    found = list(headers([MODULE]))
+    found = list(headers(MODULE))
     assert sorted(found) == [
         'async def cut(self):\n    "Remove everything."',
         'def grow(self, levels):\n    """Add levels\nto the tree, \f whose text has less indentation.\n    """',
@@ -150,19 +153,16 @@ def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
 
 def test_bundled_prompts_are_of_many_kinds_and_lengths():
     """Without an evaluation prompt among them; long ones go up to the length that fits."""
-    tasks = [*answer.task_prompts.tasks()]
+    tasks = prompts.read_turns(prompts.TASK_FILE, "data")
     firsts = [turns[0] for turns in tasks]
-    kinds = len(answer.task_prompts.TEMPLATES)
     assert len(set(firsts)) == len(firsts) > 20 * 20
-    starts = {first.split()[0] + first.split()[1] for first in firsts[:kinds]}
-    assert len(starts) > 12, "the first ones are of different kinds"
+    assert len({first[:12] for first in firsts[:20]}) > 12, "the first ones are of different kinds"
     assert 0.2 < sum(len(turns) == 2 for turns in tasks) / len(tasks) < 0.6
-    assert not any("{" in text for turns in tasks for text in turns)
-    long = [turns[0] for turns in answer.task_prompts.long_texts(1000)]
+    long = [turns[0] for turns in prompts.long_texts(300)]
     sizes = [len(text.split()) for text in long]
     assert len(set(long)) == len(long) > 100
-    assert min(sizes[:8]) < 250 and max(sizes[:8]) > 980 and max(sizes) < 1030
-    filter = Filter.against(answer.eval_texts(AnswerConfig.eval))
+    assert min(sizes[:8]) < 150 and max(sizes[:8]) > 290 and max(sizes) < 330
+    filter = Filter.against(prompts.eval_texts(answer.EVAL))
     used = [filter.accepts("tasks", turns, True) for turns in [*tasks, *([t] for t in long)]]
     assert sum(used) / len(used) > 0.98
 
@@ -202,16 +202,14 @@ def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch):
     assert {row["source"] for row in rows_of(whole)} == {"given", "code", "tasks", "long"}
 
 
-def test_an_answer_depends_on_its_prompt_alone(sources):
+def test_an_answer_depends_on_its_prompt_alone(sources, monkeypatch):
     """Not on the answers around it; greedy ones are generate's; another seed changes the others."""
     config = config_for(sources)
     run = answer.answer(config, never)
-    one, seed = (
-        replace(config, out=str(sources / "one")),
-        replace(config, out=str(sources / "seed")),
-    )
-    answer.answer(replace(one, batch_size=1), never)
-    answer.answer(replace(seed, seed=1), never)
+    one, seed = (replace(config, out=str(sources / name)) for name in ("one", "seed"))
+    answer.answer(replace(one, answers=1), never)
+    monkeypatch.setattr(answer, "SEED", 1)
+    answer.answer(seed, never)
     first = by_text(config)
     assert by_text(one) == first
     greedy = [text for text in first if first[text]["temperature"] == 0]
@@ -247,7 +245,7 @@ def test_conversations_go_on_while_answers_are_good(sources, made_up):
     """A turn is answered after the model's own answers, if these ended; one that loops is left out."""
     given = [[f"Tell {i}.", "More?", "Why?"] for i in range(4)] + [["Tell 9.", EVAL]]
     word = words("yes")
-    MadeUp.texts = {"Tell 1.": word, "Tell 2.": word * 60 + END, "Tell 3.": word * 400 + END}
+    MadeUp.texts = {"Tell 1.": word, "Tell 2.": word * 60 + END, "Tell 3.": word * 700 + END}
     MadeUp.texts["Tell 0."] = word + END
     config = config_for(sources, given=1.0)
 
@@ -280,7 +278,7 @@ def test_training_reads_the_answers_with_their_tokens(sources, made_up):
     counts = run.filter.counts
     assert counts["own", "too long or empty"] > 0 and counts["own", "twice"] > 0
     rows = rows_of(config)
-    assert {row["source"] for row in rows[:22]} == set(answer.SOURCES)
+    assert {row["source"] for row in rows[:22]} == set(answer.SHARES)
     assert {row["temperature"] for row in rows[:12]} == {0.0, 1.0}
     own = [row["number"] for row in rows if row["source"] == "own"]
     assert len(own) == len(set(own)) > 5 and answer.Run(config, {}, Filter(set())).attempts == max(
@@ -299,13 +297,14 @@ def test_training_reads_the_answers_with_their_tokens(sources, made_up):
 
 
 @pytest.mark.parametrize("given", [0.0, 0.7, 1.0])
-def test_sources_take_their_shares_of_the_tokens(sources, made_up, given):
-    config = config_for(sources, given=given, batch_size=8, answer_tokens=120)
-    many = {s: [[f"{s} {i}?"] for i in range(600)] for s in answer.SOURCES if s != "own"}
+def test_sources_take_their_shares_of_the_tokens(sources, made_up, given, monkeypatch):
+    monkeypatch.setattr(answer, "ANSWER_TOKENS", 120)
+    config = config_for(sources, given=given, answers=8)
+    many = {s: [[f"{s} {i}?"] for i in range(600)] for s in answer.SHARES if s != "own"}
     run = answer.Run(config, many, Filter(set()))
     while run.total() < 20_000:
         run.step()
-    share = {source: run.tokens[source] / run.total() for source in answer.SOURCES}
+    share = {source: run.tokens[source] / run.total() for source in answer.SHARES}
     assert abs(share["given"] - (given or 1 / 4.25)) < 0.1
     assert bool(given == 1) == (share["code"] == 0)
     if not given:
@@ -314,12 +313,12 @@ def test_sources_take_their_shares_of_the_tokens(sources, made_up, given):
 
 def test_a_model_that_writes_no_good_prompt_writes_no_more(sources, made_up, capsys):
     MadeUp.texts = {}
-    config = config_for(sources, prompt_tokens=300)
+    config = config_for(sources)
     run = answer.Run(config, {}, Filter(set()))
     run.filter.accepts = lambda source, turns, fits: False
     while run.step():
         pass
-    assert run.attempts < 3 * config.batch_size
+    assert run.attempts < 3 * config.answers
     assert "prompts that the model wrote was good" in capsys.readouterr().out
 
 
@@ -348,10 +347,11 @@ def test_a_mistake_is_one_line(name, text, expected, sources, monkeypatch, capsy
         monkeypatch.setattr(answer, "load", None)
     if text is not None:
         (sources / name).write_text(text)
-    flag = "eval" if "--eval" in expected else "prompts"
-    config = replace(config_for(sources), **{flag: str(sources / name)})
-    if name == "eval.jsonl":
-        config = config_for(sources)
+    config = config_for(sources)
+    if "--eval" in expected:
+        monkeypatch.setattr(answer, "EVAL", str(sources / name))
+    else:
+        config = replace(config, prompts=str(sources / name))
     with pytest.raises(SystemExit) as stop, one_line_errors("train_head.py"):
         answer.answer(config, never)
     lines = capsys.readouterr().err.splitlines()

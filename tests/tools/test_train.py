@@ -9,8 +9,10 @@ import json
 import shutil
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,10 +43,9 @@ from models.steps import HeadNorm
 from reference import TORCH, use_backend
 from run.heads import load_drafter, rows_of
 from run.options import DEMO, GenerateConfig
-from scripts.train import data, feature_cache, train_block, train_eagle, training
+from scripts.train import data, train_block, train_eagle, training
 from scripts.train.acceptance import ALPHAS, chains, evaluate
-from scripts.train.data import Dialogue, Example, marked_tokens
-from scripts.train.feature_cache import best_tokens, default_aux_layers
+from scripts.train.data import Dialogue, Example, best_tokens, default_aux_layers, marked_tokens
 from scripts.train.losses import DECAY, STEPS, LossOptions, unrolled_losses
 from scripts.train.train_eagle import EAGLE, TrainConfig, frequent_tokens
 from steps import add_modules
@@ -228,28 +229,46 @@ def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
     assert cut[0] == one[0][:-1]
 
 
-def test_every_form_of_a_row(tmp_path, capsys):
-    def said(*who_and_what):
-        return {"conversations": [{"from": who, "value": what} for who, what in who_and_what]}
+def said(*messages: tuple, keys=("from", "value")) -> list[dict]:
+    return [dict(zip(keys, message)) for message in messages]
 
-    rows = [
-        said(("system", "s"), ("human", "q"), ("gpt", "a"), ("human", "left over")),
-        said(("human", "first"), ("human", "second"), ("gpt", "whose answer?")),
-        said(),
-        {"text": "plain\u2028text"},
-        {"turns": ["x", "y"], "answers": ["z"]},
-    ]
-    want = [Dialogue(["q"], ["a"]), Dialogue([], ["plain\u2028text"]), Dialogue(["x"], ["z"])]
+
+PARTS = [{"type": "text", "text": "q"}]
+FORMS = [  # a row, and its turns and answers; None: it is left out; "": it is refused
+    ({"turns": ["x", "y"], "answers": ["z"]}, (["x"], ["z"])),
+    ({"text": "plain\u2028text"}, ([], ["plain\u2028text"])),
+    ({"conversations": said(("system", "s"), ("human", "q"), ("gpt", "a"), ("human", "left over"))}, (["q"], ["a"])),
+    ({"conversations": said(("user", "q"), ("assistant", " a"), keys=("role", "content"))}, (["q"], ["a"])),
+    ({"messages": said(("user", PARTS), ("assistant", "a"), keys=("role", "content"))}, (["q"], ["a"])),
+    ({"conversations": said(("human", "first"), ("human", "second"), ("gpt", "whose answer?"))}, None),
+    ({"conversations": said(("human", "q"), ("tool", "a"))}, None),
+    ({"conversations": []}, None),
+    ({"question": "c"}, ""),
+    ({"turns": ["q"], "answers": [None]}, ""),
+    ({"text": 5}, ""),
+    ({"conversations": said(("human", "a"), ("gpt", 5))}, ""),
+    ({"conversations": ["a", "b"]}, ""),
+]  # fmt: skip
+
+
+def test_every_form_of_a_row(tmp_path, capsys):
+    good = [row for row, found in FORMS if found != ""]
+    want = [Dialogue(*found) for _, found in FORMS if found]
     lines, array = tmp_path / "data.jsonl", tmp_path / "data.json"
-    lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    array.write_text(json.dumps(rows))
+    lines.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in good))
+    array.write_text(json.dumps(good))
     for file in (lines, array):
         assert data.read_dialogues(file) == want
-        assert "3 dialogues or texts, 2 left out" in capsys.readouterr().out
-    lines.write_text('{"turns": ["a"], "answers": ["b"]}\n{"question": "c"}\n')
-    for file, message in ((lines, "row 2 must have"), (tmp_path / "none", "cannot read")):
-        with pytest.raises(ValueError, match=message):
-            data.read_dialogues(file)
+        assert f"{len(want)} dialogues or texts, 3 left out" in capsys.readouterr().out
+    for row in [row for row, found in FORMS if found == ""]:
+        lines.write_text(f"{json.dumps(good[0])}\n{json.dumps(row)}\n")
+        with pytest.raises(ValueError, match="row 2 must have texts: `turns` and `answers`"):
+            data.read_dialogues(lines)
+    with pytest.raises(ValueError, match="cannot read"):
+        data.read_dialogues(tmp_path / "none")
+    lines.write_text(json.dumps(good[0]))
+    with pytest.raises(ValueError, match="--data: one dialogue is held out"):
+        data.read_data(TrainConfig(data=str(lines)))
 
 
 def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
@@ -302,12 +321,8 @@ def written() -> tuple[list[Example], list[tuple[int, list[int]]]]:
 def quick(monkeypatch):
     """No compilation, and no corpus to read."""
     monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    monkeypatch.setattr(training, "prepare", prepared)
-
-
-def prepared(config, target):
-    Path(config.out).mkdir(parents=True, exist_ok=True)
-    return written()
+    monkeypatch.setattr(data, "read_data", lambda config: ([], []))
+    monkeypatch.setattr(training, "prepare", lambda *of: written())
 
 
 def train(config: TrainConfig) -> None:
@@ -406,18 +421,21 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, quick):
 
 
 @pytest.mark.parametrize(
-    ("taus", "patience", "steps", "best", "killed"),
+    ("taus", "patience", "steps", "best", "killed", "minutes"),
     [
-        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4, True),  # two in a row without a higher one
-        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8, False),  # one is not enough
-        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4, False),  # no patience is asked for
-        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10, True),  # of equal ones the last
+        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4, True, 0.0),  # two in a row without a higher one
+        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8, False, 0.5),  # one is not enough
+        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4, False, 0.0),  # no patience is asked for
+        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10, True, 0.5),  # of equal ones the last
     ],
 )
 def test_training_ends_when_tau_no_longer_rises(
-    taus, patience, steps, best, killed, quick, tmp_path, monkeypatch
+    taus, patience, steps, best, killed, minutes, quick, tmp_path, monkeypatch
 ):
-    """By made-up tau, also after a kill: the head written is that of the highest one."""
+    """By made-up tau, also after a kill: the head written is that of the highest one.
+
+    By a clock a process's first step, which compiles, does not count, and each other one takes 3 s, a tenth.
+    """
     seen: list[Tensor] = []  # weights that were evaluated
 
     def evaluated(head, target, sequences, draft):
@@ -425,14 +443,18 @@ def test_training_ends_when_tau_no_longer_rises(
         return {"alpha": [0.5], "tau": taus[len(seen) - 1]}
 
     monkeypatch.setattr(training, "evaluate", evaluated)
+    clock = SimpleNamespace(perf_counter=partial(next, count(0, 3.0)))
+    monkeypatch.setattr(training, "time", clock)
     config = TrainConfig(
-        **COMMON | {"out": str(tmp_path), "steps": 10, "eval_every": 2, "patience": patience}
+        **COMMON
+        | {"out": str(tmp_path), "steps": 10, "eval_every": 2, "patience": patience}
+        | {"minutes": minutes}
     )
     save = training.Training.save
 
     def killing(self):
         save(self)
-        if self.done == 6:
+        if self.position == 6:
             monkeypatch.setattr(training.Training, "save", save)
             raise KeyboardInterrupt
 
@@ -444,8 +466,10 @@ def test_training_ends_when_tau_no_longer_rises(
         config = replace(config, resume=True)
     train(config)
     info = json.loads((tmp_path / "training.json").read_text())
-    assert info["curve"][-1]["step"] == info["config"]["steps"] == steps
-    assert info["best"]["step"] == best
+    uncounted = (1 + killed) * bool(minutes)
+    assert info["curve"][-1]["step"] == info["config"]["steps"] == steps + uncounted
+    assert info["curve"][-1]["seconds"] == 3 * (steps - (0 if minutes else 1 + killed))
+    assert info["curve"].index(info["best"]) == best // 2 - 1
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
     head = train_eagle.make_head(replace(config, init=str(tmp_path), draft_vocab=0), target(), [])
     same = [torch.equal(head.layers[0].wo.weight, weight) for weight in seen]
@@ -467,55 +491,49 @@ def test_training_never_ends_with_a_worse_head_than_its_start(quick, tmp_path, m
 
 
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
-    """Killed in the second epoch and resumed, with and without the file, as an unbroken run: 8 batches, 14 steps."""
+    """Killed in the second epoch and resumed, with and without files, as an unbroken run: 8 batches, 14 steps."""
     common = COMMON | {"steps": 14, "eval_every": 11}
-    looks, of = [], feature_cache.Features.of
-
-    def counted(self, batch):
-        looks.append(self.kept is not None and self.has(batch.number))
-        return of(self, batch)
+    computed: list[int] = []  # batches, by the target's best tokens
 
     def config(name: str, kept: str, **options) -> TrainConfig:
-        file = str(tmp_path / kept) if kept else ""
-        return TrainConfig(out=str(tmp_path / name), features=file, **common | options)
+        folder = str(tmp_path / kept) if kept else ""
+        return TrainConfig(out=str(tmp_path / name), features=folder, **common | options)
 
-    monkeypatch.setattr(feature_cache.Features, "of", counted)
+    def counted(target, features):
+        computed.append(len(features))
+        return best_tokens(target, features)
+
+    monkeypatch.setattr(data, "best_tokens", counted)
     train(config("whole", "kept"))
-    # the first batch is read twice: for the scales, and again
-    assert looks == [False, True] + [False] * 7 + [True] * 6
-    finish = training.Training.finish
-    for name, kept in (("cut", "cut.bin"), ("none", "")):
-
-        def stop(self):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(training.Training, "finish", stop)
-        with pytest.raises(KeyboardInterrupt):
+    assert len(computed) == 8, "each batch once"
+    for name, kept in (("cut", "cut.features"), ("none", "")):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(training.Training, "finish", kill)
             train(config(name, kept))
-        monkeypatch.setattr(training.Training, "finish", finish)
-        looks.clear()
+        computed.clear()
         train(config(name, kept, resume=True))
-        assert looks == [bool(kept)] * 4
+        assert len(computed) == (0 if kept else 4), "the one for the scales, and steps 12 to 14"
+    computed.clear()
     train(config("again", "kept"))
-    assert looks[4:] == [True] * 15, "a later run reads what the first one wrote"
+    assert not computed, "a later run reads what the first one wrote"
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     for name in ("cut", "again"):
         torch.testing.assert_close(load_file(tmp_path / name / "model.safetensors"), whole)
-    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "training.json",
-    ]
+    files = {file.name for file in (tmp_path / "cut").iterdir()}
+    assert files == {"config.json", "model.safetensors", "training.json"}
+
+
+def kill(self):
+    raise KeyboardInterrupt
 
 
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
     """Those of both versions, in every epoch and for every seed."""
     config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
     ids, head = data.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
-    kept = {
-        aux_layers: feature_cache.Features(config, target(), aux_layers, ids)
-        for aux_layers in (head.aux_layers, ())
-    }
+    old = replace(config, version=1)
+    three = data.Features(config, target(), head.aux_layers, ids)
+    one = data.Features(old, target(), (), ids)
     feeds = [data.batches(written()[0], replace(config, seed=seed)) for seed in (0, 1)]
     seen: dict[int, Tensor] = {}
     for feed in feeds:
@@ -526,20 +544,20 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
             tokens = batch.tokens
             assert torch.equal(tokens, seen.setdefault(batch.number, tokens))
             computed = target()(tokens, torch.arange(24).expand(4, -1), aux_layers=head.aux_layers)
-            assert torch.equal(kept[head.aux_layers].of(batch), computed)
-            assert torch.equal(kept[()].of(batch), computed[..., :64])
-            best = target().logits(computed).argmax(-1)
-            assert torch.equal(kept[()].best(computed, batch), best)
-    message = "has features of other data or weights, or is cut short; name another file"
-    with pytest.raises(ValueError, match=message):
-        feature_cache.Features(config, target(), (), ids.flip(0))
+            # a file of version 1 has no best tokens yet
+            first = one.of(batch)[0]
+            features, best = three.of(batch)
+            assert torch.equal(first, computed[..., :64]) and torch.equal(features, computed)
+            assert torch.equal(best, target().logits(computed).argmax(-1))
+    message = "has something else than features of these data and weights; name another folder"
+    for layers, tokens in (((), ids.flip(0)), ((1,), ids)):  # other data, other layers
+        with pytest.raises(ValueError, match=message):
+            data.Features(config, target(), layers, tokens)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
-        patch.setattr(feature_cache, "weights_hash", lambda checkpoint: "of other weights")
-        feature_cache.Features(config, target(), (), ids)
-    with pytest.raises(ValueError, match=message):  # those of other layers
-        feature_cache.Features(config, target(), (1,), ids)
+        patch.setattr(data, "weights_hash", lambda checkpoint: "of other weights")
+        data.Features(config, target(), (), ids)
     free = type("Usage", (), {"free": 1_000_100_000})
-    monkeypatch.setattr(feature_cache.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda path: free)
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free"):
         train(replace(config, features=str(tmp_path / "more")))
     assert not (tmp_path / "more").exists()
@@ -550,7 +568,8 @@ def test_a_budget_of_minutes_ends_the_command(keeps, tmp_path, monkeypatch):
     """Long before its steps."""
     ids = [i % 90 for i in range(5, 800)]
     one = ([Example.of(ids, [True] * len(ids))], [(3, ids[:60])])
-    monkeypatch.setattr(training, "prepare", lambda *_: one)
+    monkeypatch.setattr(data, "read_data", lambda config: ([], []))
+    monkeypatch.setattr(training, "prepare", lambda *of: one)
     flags = {
         "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f.bin" if keeps else "", "device": "cpu", "dtype": "float32",
         "seq_len": 32, "batch_size": 2, "layers": 1, "anchors": 4, "steps": 10**6, "warmup": 2, "minutes": 0.005,
@@ -561,27 +580,6 @@ def test_a_budget_of_minutes_ends_the_command(keeps, tmp_path, monkeypatch):
     made = json.loads((tmp_path / "training.json").read_text())
     assert 2 <= made["config"]["steps"] < 10**4
     assert (tmp_path / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("step_s", [1.0, 3.0])
-def test_a_clock_takes_the_schedule_to_its_end_at_any_speed(step_s):
-    """Evenly but for the first step, which compiles, and for evaluations, whose time it passes over."""
-    now = [0.0]
-    clock = training.Clock(1000, lambda: 200.0 - now[0])
-    positions = [0.0]
-    evaluations = 0
-    while positions[-1] < 1000:
-        now[0] += step_s * (20 if len(positions) == 1 else 1)
-        positions.append(clock.after(positions[-1], ending_s=5.0))
-        if training.crosses(*positions[-2:], 200) and positions[-1] < 1000:
-            evaluations += 1
-            now[0] += 10.0
-            clock.before_s = None
-    assert positions[1] == 0 and evaluations == 4
-    assert 195 <= now[0] < 195 + step_s + 1e-6
-    moves = [after - before for before, after in zip(positions[1:-2], positions[2:-1])]
-    moves = [move for move in moves if move]
-    assert max(moves) < 3 * min(moves)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
@@ -599,16 +597,6 @@ def test_muon_in_fp32_is_torchs(shape):
         ends.append(p.detach())
     update = (ends[0] - start).abs().max()
     assert update > 0.1 and (ends[0] - ends[1]).abs().max() < 0.02 * update
-
-
-def test_a_step_is_measured(quick, tmp_path, capsys):
-    """Every cost, of a new head of either version; nothing is written or said."""
-    for version, bytes_of_a_token in ((1, 64 * 4), (3, 4 * 64 * 4)):
-        config = TrainConfig(**COMMON | {"out": str(tmp_path / "out"), "version": version})
-        cost = training.step_cost(config, EAGLE)
-        assert cost.tokens == 4 * 24 and cost.feature_bytes == cost.tokens * bytes_of_a_token
-        assert cost.feature_s > 0 and cost.step_s > 0
-    assert not (tmp_path / "out").exists() and not capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------- mistakes
