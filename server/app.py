@@ -4,8 +4,8 @@ scripts/serve.py starts it, with every option of generate.py that says what is d
 
 1. One thread decodes (batcher.py): one session serves requests side by side. A finished sequence,
    or one whose client has left, is evicted for the next request.
-2. The event loop reads requests (transport.py, bodies.py, parameters.py) and answers (replies.py,
-   responses.py): whole, or in events as the text comes.
+2. The event loop reads requests (transport.py, bodies.py, parameters.py) and answers in events as
+   the text comes (replies.py, responses.py), which are sent, or summed up at the end.
 
 The text is a function of (weights, prompt, parameters of sampling, seed, number of the choice), and
 of the JSON schema in `response_format` (drafts/grammar.py, which needs llguidance): that of
@@ -28,13 +28,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn  # noqa: F401  (transport.py)
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -54,15 +53,14 @@ from run.rank import of_ranks
 from run.warm_up import warm_up
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
-from server.bodies import SHOWN
+from server.bodies import SHOWN, Body, Chat, Completion
 from server.options import ServeConfig
 from server.parameters import RequestParams, RequestReader, no_model
 from server.prompt_pass import echoes
 from server.recommended import with_recommended_sampling
-from server.replies import Reply, joined
-from server.responses import ResponseReply, as_chat
-from server.transport import Keys, KnownHosts, Listener, is_loopback, json_body, listen
-from server.turns import dropped_messages
+from server.replies import ChatReply, Reply
+from server.responses import ResponseReply, Responses
+from server.transport import Guard, Listener, is_loopback, json_body, listen
 
 SILENCE_S = 10  # seconds without an event, behind which a stream has a comment
 PAGE = Path(__file__).with_name("page.html")
@@ -72,6 +70,12 @@ OF_THE_PAGE = {
     "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
+}
+# the kind of a request's body, and the writer of its answer
+ANSWERS = {
+    "/v1/completions": (Completion, Reply),
+    "/v1/chat/completions": (Chat, ChatReply),
+    "/v1/responses": (Responses, ResponseReply),
 }
 
 
@@ -104,28 +108,16 @@ class Server:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/v1/fit", self.fit, methods=["POST"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/responses", self.respond, methods=["POST"]),
         ]
-        handlers = {
-            Refusal: _refused,
-            HTTPException: _not_there,
-            ClientDisconnect: _left,
-            Exception: _failed,
-        }
-        config = self.config
-        guards = []
-        further = {name.strip() for name in config.allowed_hosts.lower().split(",")}
-        if is_loopback(config.host) and "*" not in further:
-            names = {"localhost", "127.0.0.1", "[::1]", config.host.lower()} | (further - {""})
-            guards = [Middleware(KnownHosts, names=names, key=config.api_key)]
-        if config.cors:  # before the key, which a browser's question about origins does not bring
-            origins = [origin.strip().rstrip("/") for origin in config.cors.split(",")]
+        for path, kinds in ANSWERS.items():
+            routes.append(Route(path, partial(self.answer, *kinds), methods=["POST"]))
+        guards = [Middleware(Guard, config=self.config)]
+        if self.config.cors:  # before the key, which a browser's question about origins lacks
+            origins = [origin.strip().rstrip("/") for origin in self.config.cors.split(",")]
             allowed = {"allow_origins": origins, "allow_headers": ["*"], "allow_methods": ["*"]}
-            guards.append(Middleware(CORSMiddleware, **allowed))
-        if config.api_key:
-            guards.append(Middleware(Keys, key=config.api_key))
+            guards.insert(0, Middleware(CORSMiddleware, **allowed))
+        faults = (Refusal, HTTPException, ClientDisconnect, Exception)
+        handlers = dict.fromkeys(faults, _fault)
         return Starlette(
             routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=guards
         )
@@ -137,17 +129,15 @@ class Server:
     async def props(self, request: Request) -> Response:
         """Answer with what the page has to know of the model."""
         engine = self.engine
-        return JSONResponse(
-            {
-                "model": self.name,
-                "drafts": told_draft(engine),
-                "rests": engine.presets[0].size == 1,
-                "chat": engine.template is not None,
-                "context": engine.context,
-                **engine.config.sampling._asdict(),
-                "max_tokens": min(self.config.max_new_tokens, engine.context),
-            }
-        )
+        told = {
+            "model": self.name,
+            "drafts": told_draft(engine),
+            "rests": engine.presets[0].size == 1,
+            "chat": engine.template is not None,
+            "context": engine.context,
+            "max_tokens": min(self.config.max_new_tokens, engine.context),
+        }
+        return JSONResponse(told | engine.config.sampling._asdict())
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while answers are decoded, else 503."""
@@ -166,47 +156,27 @@ class Server:
     async def fit(self, request: Request) -> Response:
         """Answer how many of the oldest messages the page leaves out of its next request."""
         body = await json_body(request, self.config.max_body)
-        chat = self.engine.template is not None
         async with self.reading:
-            dropped = await asyncio.to_thread(dropped_messages, self.reader, body, chat)
+            dropped = await asyncio.to_thread(self.reader.dropped_messages, body)
         return JSONResponse({"dropped": dropped})
 
-    async def complete(self, request: Request) -> Response:
-        """Answer a completion."""
-        asked = await self._asked(await json_body(request, self.config.max_body), False)
-        reply = Reply(asked, False, self.name, self.engine.tokenizer)
-        return await self._answer(request, reply)
-
-    async def chat(self, request: Request) -> Response:
-        """Answer a chat."""
-        asked = await self._asked(await json_body(request, self.config.max_body), True)
-        reply = Reply(asked, True, self.name, self.engine.tokenizer)
-        return await self._answer(request, reply)
-
-    async def respond(self, request: Request) -> Response:
-        """Answer a chat in the form of Responses."""
+    async def answer(self, kind: type[Body], writer: type[Reply], request: Request) -> Response:
+        """Answer a request for text. kind: of its body; writer: of the answer"""
         body = await json_body(request, self.config.max_body)
-        asked = await self._asked(as_chat(body), True)
-        reply = ResponseReply(asked, body, self.name, self.engine.tokenizer)
-        return await self._answer(request, reply)
-
-    async def _asked(self, body: Any, chat: bool) -> RequestParams:
         async with self.reading:
-            return await asyncio.to_thread(self.reader.read, body, chat)
-
-    async def _answer(self, request: Request, reply: Reply) -> Response:
-        asked = reply.asked
+            asked = await asyncio.to_thread(self.reader.read, kind, body)
+        reply = writer(asked, self.name, self.engine.tokenizer)
         pieces: asyncio.Queue[Delta | Refusal] = asyncio.Queue()
-        if asked.echoes:
+        if asked.body.echo:
             echoed = self.batcher.call(partial(echoes, self.engine, asked))
             for piece in await asyncio.wrap_future(echoed):
                 pieces.put_nowait(piece)
-        jobs = self._jobs(asked, reply.chat, pieces) if asked.most else []
+        jobs = self._jobs(asked, pieces) if asked.most else []
         self.batcher.submit(jobs)
-        if asked.stream:
-            events = _events(pieces, jobs, reply)
-            return StreamingResponse(events, media_type="text/event-stream")
-        done = asyncio.create_task(_whole(pieces, jobs, reply))
+        events = _events(pieces, jobs, reply)
+        if asked.body.stream:
+            return StreamingResponse(_with_fault(events, reply), media_type="text/event-stream")
+        done = asyncio.create_task(_whole(events, reply))
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -214,15 +184,11 @@ class Server:
         finally:
             done.cancel()
             gone.cancel()
-            for job in jobs:
-                job.left = True
 
-    def _jobs(
-        self, asked: RequestParams, chat: bool, pieces: asyncio.Queue[Delta | Refusal]
-    ) -> list[Job]:
-        engine = self.engine
+    def _jobs(self, asked: RequestParams, pieces: asyncio.Queue[Delta | Refusal]) -> list[Job]:
         loop = asyncio.get_running_loop()
-        copies = asked.samples if asked.sampling.temperature == 0 else 1  # equal answers
+        samples = asked.body.n
+        copies = samples if asked.sampling.temperature == 0 else 1  # equal answers
 
         def tell(piece: Delta | Refusal) -> None:
             of_all = [piece]
@@ -232,51 +198,44 @@ class Server:
                 for each in of_all:
                     loop.call_soon_threadsafe(pieces.put_nowait, each)
 
+        tokenizer = self.engine.tokenizer
         jobs = []
         for number, prompt in enumerate(asked.prompts):
-            echoed = engine.tokenizer.decode(prompt, True) if asked.echoes else ""
-            for sample in range(0, asked.samples, copies):
+            echoed = tokenizer.decode(prompt, True) if asked.body.echo else ""
+            for sample in range(0, samples, copies):
                 job = Job(
                     prompt,
                     asked.sampling,
                     asked.seed,
                     asked.most,
                     noise_id=(number, sample),
-                    decoder=engine.tokenizer.stream(not chat, asked.shown),
+                    decoder=tokenizer.stream(not asked.chat, asked.shown),
                     stops=asked.stops,
                     guide=asked.guide,
                     draft_limit=asked.draft_limits[number],
                     shows_half=False,
-                    choice=number * asked.samples + sample,
-                    likeliest=asked.likeliest,
+                    choice=number * samples + sample,
+                    likeliest=asked.body.likeliest,
                     before=len(echoed),
                     tell=tell,
-                    wants_trees=asked.wants_trees and asked.stream,
+                    wants_trees=asked.body.trees and asked.body.stream,
                 )
                 jobs.append(job)
         return jobs
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    return JSONResponse(error.body, error.status)
-
-
-async def _not_there(request: Request, error: Exception) -> Response:
-    """Answer an unknown path or method, in the shape of the other errors."""
-    refusal = Refusal(
-        error.status_code, f"{request.method} {request.url.path[:SHOWN]}: {error.detail}"
-    )
-    return JSONResponse(refusal.body, error.status_code, error.headers)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Answer where the server itself is wrong; the terminal gets the traceback."""
-    return JSONResponse(Refusal(500, "the server failed; see the terminal").body, 500)
-
-
-async def _left(request: Request, error: Exception) -> Response:
-    """Answer a client that left before the end of its request; nobody reads it."""
-    return Response(status_code=499)
+async def _fault(request: Request, error: Exception) -> Response:
+    """Answer with an error in OpenAI's shape. A traceback, if any, is the terminal's."""
+    headers = None
+    if isinstance(error, ClientDisconnect):  # nobody reads the answer
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        where = f"{request.method} {request.url.path[:SHOWN]}"
+        headers = error.headers
+        error = Refusal(error.status_code, f"{where}: {error.detail}")
+    elif not isinstance(error, Refusal):
+        error = Refusal(500, "the server failed; see the terminal")
+    return JSONResponse(error.body, error.status, headers)
 
 
 async def _gone(request: Request) -> None:
@@ -285,63 +244,50 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _take(
-    pieces: asyncio.Queue[Delta | Refusal], choices: int
-) -> AsyncIterator[Delta | None]:
-    """Yield the pieces of all choices until all are over; None for a silence, as of a long prompt.
-
-    Raises: Refusal when the server ends or fails.
-    """
-    open = choices
-    while open:
-        try:
-            piece = await asyncio.wait_for(pieces.get(), SILENCE_S)
-        except asyncio.TimeoutError:
-            yield None
-            continue
-        if isinstance(piece, Refusal):
-            raise piece
-        open -= piece.reason is not None
-        yield piece
-
-
-def _cached(jobs: list[Job], asked: RequestParams) -> int:
-    """Count the tokens of prompts that were not read again, once for each prompt."""
-    return sum(job.cached for job in jobs if job.choice % asked.samples == 0)
-
-
-async def _whole(
-    pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
-) -> dict[str, Any]:
-    answers: list[list[Delta]] = [[] for _ in range(reply.asked.choices)]
-    async for piece in _take(pieces, len(answers)):
-        if piece is None:
-            continue
-        answers[piece.choice].append(piece)
-    reply.cached = _cached(jobs, reply.asked)
-    return reply.whole([joined(parts) for parts in answers])
-
-
 async def _events(
     pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
+    """Yield the events of an answer as its pieces come. Raises: Refusal when the server ends."""
     tokens = [0] * reply.asked.choices
+    open = len(tokens)
     try:
         yield reply.begin()
-        async for piece in _take(pieces, len(tokens)):
-            if piece is None:
+        while open:
+            try:
+                piece = await asyncio.wait_for(pieces.get(), SILENCE_S)
+            except asyncio.TimeoutError:
                 yield ": still reading or waiting\n\n"  # a comment, so that no proxy hangs up
                 continue
+            if isinstance(piece, Refusal):
+                raise piece
+            open -= piece.reason is not None
             tokens[piece.choice] = piece.tokens
             if piece.text or piece.reason:
                 yield reply.piece(piece)
-        reply.cached = _cached(jobs, reply.asked)
-        yield reply.end(tokens)
-    except Refusal as error:
-        yield reply.fault(error)
+        # of a prompt's answers the first one's: the tokens that were not read again
+        cached = sum(job.cached for job in jobs if job.choice % reply.asked.body.n == 0)
+        yield reply.end(tokens, cached)
     finally:  # also when the client has left
         for job in jobs:
             job.left = True
+
+
+async def _with_fault(events: AsyncIterator[str], reply: Reply) -> AsyncIterator[str]:
+    """Yield events, the last one of an error where there is one."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except Refusal as error:
+        yield reply.fault(error)
+
+
+async def _whole(events: AsyncIterator[str], reply: Reply) -> dict[str, Any]:
+    """Return an answer that is not streamed."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
+    return reply.whole()
 
 
 def load_engine(config: ServeConfig) -> Engine:

@@ -3,7 +3,7 @@
 1. A field that is null is missing. A whole number may have a point (5.0), as JSON Schema has it; a
    text or a truth value is no number.
 2. The parameters of sampling have the rules of the options of these names (run/options.py), so that
-   a model leaves them to `RequestReader`; a message's further fields are the chat template's.
+   a model only writes them as the command line does; a message's further fields are the template's.
 3. Other names are ignored, and a line of the log has them. Those of `UNSERVED` are refused where
    they hold anything, since the answer would be another one.
 """
@@ -11,19 +11,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from drafts.grammar import schema_of
 from run.options import Sampling
 from run.parsing import MOST
 from server.batcher import Refusal
@@ -44,17 +47,31 @@ UNSERVED = {
 SHAPING = {*Sampling._fields} - {"temperature", "top_k"} | {"repeat_penalty"}
 
 
+# variables of a template that the server sets itself
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
+
+
+def need(holds: bool, message: str, param: str | None = None) -> None:
+    """Check a condition of a request. Raises: Refusal with status 400."""
+    if not holds:
+        raise Refusal(400, message, param)
+
+
 def as_whole(value: Any) -> Any:
     """Return a number with a point as a whole one where it is one."""
-    if type(value) is float and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def without_nulls(value: Any) -> Any:
     """Return an object without the fields that are null; another value as it is."""
     if isinstance(value, dict):
         return {name: held for name, held in value.items() if held is not None}
+    return value
+
+
+def as_sent(value: Any, check: Callable[[Any], Any]) -> Any:
+    """Return a value as it was sent, once it is checked."""
+    check(value)
     return value
 
 
@@ -99,11 +116,34 @@ def arguments_of(value: Any) -> Any:
     return value
 
 
+def _of_an_object(schema: dict) -> dict:
+    if schema.get("type", "object") != "object":
+        raise ValueError("should be a JSON schema of type object")
+    return schema
+
+
+def _not_reserved(variables: dict) -> dict:
+    if RESERVED & variables.keys():
+        taken = ", ".join(sorted(RESERVED & variables.keys()))
+        raise ValueError(f"cannot set {taken}; leave that out")
+    return variables
+
+
+def _prompts(prompt: Any) -> list:
+    """Return the prompts of a request: one, a text or token ids, or a list of several."""
+    if isinstance(prompt, list):
+        prompt = [list(map(as_whole, p)) if isinstance(p, list) else as_whole(p) for p in prompt]
+    is_one = not isinstance(prompt, list) or not prompt or any(type(p) is int for p in prompt)
+    return [prompt] if is_one else prompt
+
+
 Whole = Annotated[int, BeforeValidator(as_whole)]
 Tokens = Annotated[Whole | None, Field(ge=-1, le=MOST)]
 Likeliest = Annotated[Whole, Field(ge=0, le=MOST_LIKELIEST)]
 Stop = Annotated[str, Field(max_length=256)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Text = Annotated[str, BeforeValidator(text_of)]
+Schema = Annotated[dict, AfterValidator(_of_an_object)]
 
 
 class Model(BaseModel):
@@ -130,12 +170,19 @@ class Call(Model):
     id: str
     function: Called
 
+    @property
+    def as_taken(self) -> dict:
+        """The call as templates take it."""
+        called = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": called}
+
 
 class Message(Model):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(text_of)] = ""
+    content: Text = ""
+    reasoning_content: Text = ""
     tool_calls: list[Call] = []
     tool_call_id: str = ""
 
@@ -148,19 +195,26 @@ class Message(Model):
                 raise ValueError("has tool_calls, which belong to an assistant message")
         return self
 
+    @property
+    def as_taken(self) -> dict:
+        """The message as templates take it, with all its further fields."""
+        given = self.model_dump(exclude_unset=True) | {"content": self.content}
+        given.pop("tool_calls", None)
+        if self.role == "developer":
+            given["role"] = "system"
+        if self.tool_calls:
+            given["tool_calls"] = [call.as_taken for call in self.tool_calls]
+            if given.get("reasoning_content") and not self.content:
+                # its name in the templates of gpt-oss and LFM2.5; gpt-oss takes one text before it
+                given = {"thinking": given["reasoning_content"]} | given
+        return given
+
 
 class Function(Model):
     """A function that may be called."""
 
     name: Name
-    parameters: dict = NOTHING
-
-    @field_validator("parameters")
-    @classmethod
-    def _is_of_an_object(cls, schema: dict) -> dict:
-        if schema.get("type", "object") != "object":
-            raise ValueError("should be a JSON schema of type object")
-        return schema
+    parameters: Schema = NOTHING
 
 
 class Tool(Model):
@@ -190,7 +244,7 @@ class Body(Model):
     stop: Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    response_format: Any = None
+    response_format: Annotated[dict | None, BeforeValidator(schema_of)] = None  # its schema
     draft: bool | None = None
     draft_tokens: Any = None
     trees: bool = False
@@ -202,8 +256,25 @@ class Body(Model):
 
     @property
     def shaping(self) -> dict[str, Any]:
-        """The parameters of sampling without rules here."""
-        return {name: value for name, value in self.model_extra.items() if name in SHAPING}
+        """The parameters of sampling without rules here, as the command line has them."""
+        extra = self.model_extra or {}
+        given = {name: as_whole(value) for name, value in extra.items() if name in SHAPING}
+        if given.get("repeat_penalty") == given.get("repetition_penalty"):
+            given.pop("repeat_penalty", None)  # the same under both names
+        if "logit_bias" in given:
+            biases = given["logit_bias"]
+            is_object = isinstance(biases, dict)
+            need(is_object, 'logit_bias must be an object, as {"15043": -100}', "logit_bias")
+            given["logit_bias"] = {id: bias for id, bias in biases.items() if bias != 0}
+        for name in ("bad_words", "allowed_token_ids"):
+            if not given.get(name, True):  # false, or an empty list
+                given[name] = []
+        if isinstance(given.get("allowed_token_ids"), list):
+            ids = map(as_whole, given["allowed_token_ids"])
+            given["allowed_token_ids"] = ",".join(map(str, ids))
+        if self.top_k is not None:
+            given["top_k"] = max(self.top_k, 0)
+        return given
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -214,7 +285,7 @@ class Body(Model):
 class Completion(Body):
     """A request for completions."""
 
-    prompt: Any
+    prompt: Annotated[list, BeforeValidator(_prompts)]
     echo: bool = False
     add_special_tokens: bool = True
     add_bos_token: bool = True
@@ -235,12 +306,12 @@ class Chat(Body):
     """A request for a chat's answers."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), WrapValidator(as_sent)] = []
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Likeliest = 0
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] = {}
     reasoning_effort: str | None = None
     include_reasoning: bool = True
     enable_thinking: bool | None = None
@@ -250,37 +321,70 @@ class Chat(Body):
     echo: Literal[False] = False
 
     @model_validator(mode="after")
-    def _logprobs_are_asked_for(self) -> Chat:
-        if self.top_logprobs and not self.logprobs:
-            raise Refusal(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    def _fits_together(self) -> Chat:
+        asks = self.logprobs or not self.top_logprobs
+        need(asks, "top_logprobs needs logprobs: true", "top_logprobs")
+        name = "continue_final_message"
+        fault = f"{name} must be true where the assistant's message is the last one, and only there"
+        need(getattr(self, name) in (None, self.continues), fault, name)
+        name = "add_generation_prompt"
+        need(getattr(self, name) or self.continues, f"{name} must be true here", name)
         return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message, which is the assistant's."""
+        return self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls
 
     @property
     def likeliest(self) -> int | None:
         """The tokens beside each log-probability; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables that the chat template gets beside the messages."""
+        thinks = self.think if self.enable_thinking is None else self.enable_thinking
+        named = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
+        return without_nulls(named) | self.chat_template_kwargs
+
+    def conversation(self) -> list[dict]:
+        """Return the messages as templates take them: the system's at the start as one.
+
+        Raises: Refusal for a result without its call.
+        """
+        read: list[dict] = []
+        names = {}  # of the calls so far, by their ids
+        for message in self.messages:
+            given = message.as_taken
+            if message.role == "tool":
+                fault = "a tool message must have the tool_call_id of a call before it"
+                need(message.tool_call_id in names, fault, "messages")
+                given["name"] = names[message.tool_call_id]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+            if given["role"] == "system" and len(read) == 1 and read[0]["role"] == "system":
+                read[0]["content"] += "\n\n" + given["content"]
+            else:
+                read.append(given)
+        return read
+
 
 def parsed(kind: type[Body], body: Any) -> Any:
     """Return a request as a model. Raises: Refusal with the rule that it breaks, and the value."""
-    if not isinstance(body, dict):
-        raise Refusal(400, "the body must be a JSON object")
+    need(isinstance(body, dict), "the body must be a JSON object")
     for name in sorted(UNSERVED & body.keys()):
-        if body[name]:
-            shown = json.dumps(body[name])[:SHOWN]
-            raise Refusal(400, f"{name} = {shown} is not served; leave it out", name)
+        need(not body[name], f"{name} = {_shown(body[name])} is not served; leave it out", name)
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error) from None
-
-
-def _refusal(error: ValidationError) -> Refusal:
-    first = error.errors(include_url=False)[0]
+        first = error.errors(include_url=False)[0]
     param = str(first["loc"][0])
     where = ".".join(map(str, first["loc"]))
-    if first["type"] == "missing":
-        return Refusal(400, f"{where} is missing", param)
+    need(first["type"] != "missing", f"{where} is missing", param)
     rule = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    shown = json.dumps(first["input"])[:SHOWN]
-    return Refusal(400, f"{where} {rule}; it is {shown}", param)
+    rule = rule.removeprefix(f"{where} ")
+    raise Refusal(400, f"{where} {rule}; it is {_shown(first['input'])}", param)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:SHOWN]

@@ -1,7 +1,7 @@
-"""Requests, read and checked: prompts as tokens, the distribution, the grammar, the drafts.
+"""Requests as jobs: prompts as tokens, the distribution, the grammar, the bounds of drafts.
 
-The models of server/bodies.py check the names and kinds of a request. The rest needs the engine, or
-the rules of the options of the command line.
+The models of server/bodies.py check what a request alone tells. The rest needs the engine, or the
+rules of the options of the command line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from drafts.grammar import compile_grammars, schema_of
+from drafts.grammar import compile_grammars
 from files.chat import NO_TEMPLATE, chat_template, words_as_text
 from files.fetch import fetched
 from files.io import LocalError
@@ -21,23 +21,15 @@ from options import log_note, require
 from run.engine import Engine
 from run.options import GenerateConfig, Sampling
 from run.parsing import by_names
-from run.prompts import ContextOverflow, check_ids
+from run.prompts import ContextOverflow, answer_room, check_ids
 from run.tree_paths import DraftLimit
 from server.batcher import Refusal
-from server.bodies import DRAWN, SHOWN, Body, Chat, Completion, as_whole, in_log, parsed
+from server.bodies import DRAWN, SHOWN, Body, Chat, Completion, as_whole, in_log, need, parsed
 from server.call_forms import Form, form_of
 from server.options import ServeConfig
-from server.tool_calls import Tools, as_taken, read_messages, read_tools
+from server.tool_calls import Tools, as_taken, read_tools
 
-# variables of a template that the server sets itself
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 MOST_TOLD = 1000  # sets of ignored names that the log has told
-
-
-def need(holds: bool, message: str, param: str | None = None) -> None:
-    """Check a condition of a request. Raises: Refusal with status 400."""
-    if not holds:
-        raise Refusal(400, message, param)
 
 
 def refusal(error: ValueError, param: str) -> Refusal:
@@ -55,28 +47,27 @@ def no_model(asked: Any, name: str) -> Refusal:
 class RequestParams(NamedTuple):
     """A checked request."""
 
+    body: Body  # as it was sent
     prompts: list[list[int]]
-    samples: int
     sampling: Sampling
     seed: int
     most: int  # tokens of an answer
-    likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     stops: list[str]
-    stream: bool
-    usage: bool  # a stream ends with the usage
     guide: Any  # drafts.grammar.Grammar that the answers follow, or None
     tools: Tools | None
     draft_limits: list[DraftLimit]  # of each prompt
-    wants_trees: bool
     thinks: Tags | None  # of the thinking that the prompt opens
-    tells_thinking: bool  # a chat's answer has its thinking
     shown: frozenset[int]  # control tokens that have a text: those of tags and calls
-    echoes: bool  # a completion begins with its prompt
+
+    @property
+    def chat(self) -> bool:
+        """Whether the answers are messages."""
+        return isinstance(self.body, Chat)
 
     @property
     def choices(self) -> int:
         """The number of answers."""
-        return len(self.prompts) * self.samples
+        return len(self.prompts) * self.body.n
 
 
 class RequestReader:
@@ -100,49 +91,79 @@ class RequestReader:
         """The form of tool calls. Raises: ValueError where the template knows none."""
         return form_of(self.engine.template, self.engine.tokenizer)
 
-    def read(self, body: Any, chat: bool) -> RequestParams:
-        """Check a request. Raises: Refusal."""
+    def read(self, kind: type[Body], body: Any) -> RequestParams:
+        """Check a request. kind: of its body. Raises: Refusal."""
         if isinstance(body, dict) and body.get("model") not in (None, self.name):
             raise no_model(body["model"], self.name)
-        asked = parsed(Chat if chat else Completion, body)
+        asked = parsed(kind, body)
         self._tell_ignored(asked.ignored)
+        chat = isinstance(asked, Chat)
         sampling = self._sampling(asked)
-        tools = self._tools(asked, body) if chat else None
-        prompts = [] if chat else _prompts(asked.prompt)
-        count = max(len(prompts), 1)
+        tools = self._tools(asked) if chat else None
+        count = 1 if chat else len(asked.prompt)
         self._check_capacity(count * asked.n)  # before they are tokenized
         guide = self._grammar(asked, tools)
         thinks = None
-        source = "messages" if chat else "prompt"
         try:
             if chat:
                 text = self._rendered(asked, tools, guide is not None)
                 thinks = opened_by(text)
                 prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
-            bos = not chat and asked.add_special_tokens and asked.add_bos_token
-            ids = [self._ids(prompt, bos) for prompt in prompts]
+            else:
+                bos = asked.add_special_tokens and asked.add_bos_token
+                prompts = [self._ids(prompt, bos) for prompt in asked.prompt]
+            for ids in prompts:
+                check_ids(ids, self.engine.target.config, self.engine.context)
         except ValueError as error:
-            raise refusal(error, source) from None
-        stops = list(self.config.stop) if asked.stop is None else asked.stop
+            raise refusal(error, "messages" if chat else "prompt") from None
+        stops = self.config.stop if asked.stop is None else asked.stop
         return RequestParams(
-            ids,
-            asked.n,
+            asked,
+            prompts,
             sampling,
             random.getrandbits(53) if asked.seed == DRAWN else asked.seed % 2**64,
             self._most(asked),
-            asked.likeliest,
             [stop for stop in stops if stop],  # an empty one stops nothing
-            asked.stream,
-            asked.stream_options.include_usage,
             guide,
             tools,
             self._drafts(asked, count),
-            asked.trees,
             thinks,
-            not chat or asked.include_reasoning,
             self._shown(chat, tools),
-            asked.echo,
         )
+
+    def dropped_messages(self, body: Any) -> int:
+        """Count the oldest messages to leave out, so that there is room for an answer.
+
+        A client of the API is refused where its messages do not fit the context. The page asks
+        first, and goes by the rule of the terminal.
+
+        body: a request with `messages`, a system message first or none; without a chat template
+            the texts make up one prompt
+        Raises: Refusal where even the last turn is refused.
+        """
+        options = dict(body) if isinstance(body, dict) else {}
+        messages = options.pop("messages", None)
+        are_messages = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+        need(are_messages, "messages must be a list of objects", "messages")
+        system = [message for message in messages[:1] if message.get("role") == "system"]
+        turns = messages[len(system) :]
+        begins = [i for i, turn in enumerate(turns) if turn.get("role") == "user"] or [0]
+        context = self.engine.context
+        for begin in begins:
+            kind: type[Body] = Chat
+            source: dict[str, Any] = {"messages": system + turns[begin:]}
+            if self.engine.template is None:
+                kind = Completion
+                source = {"prompt": "".join(str(turn.get("content")) for turn in turns[begin:])}
+            try:
+                asked = self.read(kind, options | source)
+            except Refusal:
+                if begin == begins[-1]:
+                    raise
+                continue
+            if len(asked.prompts[0]) + answer_room(asked.most, context) <= context:
+                break
+        return begin
 
     def _tell_ignored(self, names: frozenset[str]) -> None:
         """Name the parameters of a request that are not served, once for each set of them."""
@@ -162,12 +183,9 @@ class RequestReader:
         temperature = own.temperature if asked.temperature is None else asked.temperature
         fault = "do_sample = true needs a temperature above 0; raise it, or leave do_sample out"
         need(not asked.do_sample or temperature > 0, fault, "do_sample")
-        given = asked.shaping
-        given["temperature"] = 0 if asked.do_sample is False else temperature
-        if asked.top_k is not None:
-            given["top_k"] = max(asked.top_k, 0)
+        given = asked.shaping | {"temperature": 0 if asked.do_sample is False else temperature}
         try:
-            config = replace(self.config, **by_names(GenerateConfig, _as_options(given)))
+            config = replace(self.config, **by_names(GenerateConfig, given))
             config.check_request()
             self.engine.check_sampling(config.sampling)
         except ValueError as error:
@@ -197,46 +215,33 @@ class RequestReader:
         each = bounds if isinstance(bounds, list) else [bounds] * count
         fault = f"draft_tokens has {len(each)} values, and there are {count} prompts"
         need(len(each) == count, f"{fault}; give one for each", "draft_tokens")
-        return [self._draft(asked, as_whole(most)) for most in each]
+        name = "draft" if bounds is None else "draft_tokens"
+        limits = []
+        for most in map(as_whole, each):
+            fault = "draft = false drafts no tokens; leave draft_tokens out"
+            need(asked.draft is not False or not most, fault, "draft")
+            need(type(most) is not bool, "draft_tokens must be a number or a tree; use draft", name)
+            try:
+                limits.append(self.engine.draft_limit(0 if asked.draft is False else most, name))
+            except ValueError as error:
+                raise refusal(error, name) from None
+        return limits
 
-    def _draft(self, asked: Body, most: Any) -> DraftLimit:
-        """Read the bound of a prompt's drafts: a number of tokens, a tree, or None for any."""
-        fault = "draft = false drafts no tokens; leave draft_tokens out"
-        need(asked.draft is not False or not most, fault, "draft")
-        name = "draft" if asked.draft_tokens is None else "draft_tokens"
-        need(type(most) is not bool, "draft_tokens must be a number or a tree; use draft", name)
-        try:
-            return self.engine.draft_limit(0 if asked.draft is False else most, name)
-        except ValueError as error:
-            raise refusal(error, name) from None
-
-    def _variables(self, asked: Chat) -> dict:
-        """Return the variables that the chat template gets beside the messages."""
-        name = "chat_template_kwargs"
-        variables = asked.chat_template_kwargs
-        taken = sorted(RESERVED & variables.keys())
-        need(not taken, f"{name} cannot set {', '.join(taken)}; leave that out", name)
-        thinks = asked.think if asked.enable_thinking is None else asked.enable_thinking
-        named = {"reasoning_effort": asked.reasoning_effort, "enable_thinking": thinks}
-        return {name: value for name, value in named.items() if value is not None} | variables
-
-    def _tools(self, asked: Chat, body: dict) -> Tools | None:
+    def _tools(self, asked: Chat) -> Tools | None:
         """Read the tools that an answer may call."""
         try:
             if self.engine.template is not None:
-                return read_tools(asked, body.get("tools"), lambda: self._form)
+                return read_tools(asked, lambda: self._form)
         except ValueError as error:
             raise refusal(error, "tools") from None
         return None
 
     def _grammar(self, asked: Body, tools: Tools | None) -> Any:
         """Compile the grammar that an answer must follow."""
-        source: str | dict | None = None
+        source: str | dict | None = asked.response_format
         name = "response_format"
+        need(not source or not tools, f"{name} cannot go with tools; leave one out", name)
         try:
-            if asked.response_format is not None:
-                source = schema_of(asked.response_format)
-            need(not source or not tools, f"{name} cannot go with tools; leave one out", name)
             if tools and tools.forced:
                 name = "tools"
                 source = tools.grammar()
@@ -251,15 +256,11 @@ class RequestReader:
 
     def _ids(self, prompt: Any, bos: bool) -> list[int]:
         """Return the ids of a prompt, a text or token ids. bos: a text begins with that token"""
-        engine = self.engine
-        ids = prompt
         if isinstance(prompt, str):
-            ids = engine.tokenizer.encode(prompt, bos=bos, special=True)
-        elif isinstance(prompt, list):
-            ids = list(map(as_whole, prompt))
-        if not isinstance(ids, list) or not all(type(id) is int for id in ids):
-            raise ValueError("prompt must be a text, a list of token ids, or a list of either")
-        return check_ids(ids, engine.target.config, engine.context)
+            return self.engine.tokenizer.encode(prompt, bos=bos, special=True)
+        fault = "prompt must be a text, a list of token ids, or a list of either"
+        require(isinstance(prompt, list) and all(type(id) is int for id in prompt), fault)
+        return prompt
 
     def _shown(self, chat: bool, tools: Tools | None) -> frozenset[int]:
         """Return the control tokens that have a text in an answer."""
@@ -270,24 +271,15 @@ class RequestReader:
         return tags | ({*of_calls} - {*self.engine.eos_ids})
 
     def _rendered(self, asked: Chat, tools: Tools | None, guided: bool) -> str:
-        """Render a chat up to the answer. guided: a grammar begins with it"""
-        variables = self._variables(asked)
-        messages = read_messages(asked.messages)
-        begun = ""
-        if _continues(asked):
-            begun = messages.pop()["content"]
-        text = self._text(messages, tools, variables)
-        # a grammar leaves no room for thinking, and some templates do not know the variable
-        if guided or begun or variables.get("enable_thinking") is False:
-            text = closed(text)
-        text += begun
-        return tools.form.forced(text) if tools and tools.forced else text
+        """Render a chat up to the answer: a system message or none, then what the template takes.
 
-    def _text(self, messages: list[dict], tools: Tools | None, variables: dict) -> str:
-        """Render a chat: a system message or none, then an order the template takes."""
+        guided: a grammar begins with the answer
+        """
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError("this model has no chat template here; ask for completions")
+        messages = asked.conversation()
+        begun = messages.pop()["content"] if asked.continues else ""
         require(messages != [], "there is no message before the assistant's; send the user's, too")
         # a template without calls is refused
         if any("tool_calls" in message for message in messages):
@@ -295,43 +287,11 @@ class RequestReader:
         messages = words_as_text(engine.tokenizer, messages)
         system = self.config.system
         if messages[0]["role"] == "system":
-            system, messages = messages[0]["content"], messages[1:]
-        return self._template(system).render_messages(messages, tools and tools.given, variables)
-
-
-def _continues(asked: Chat) -> bool:
-    """Return whether the answer goes on with the last message, which is the assistant's."""
-    last = asked.messages[-1]
-    is_begun = last.role == "assistant" and not last.tool_calls
-    name = "continue_final_message"
-    fault = f"{name} must be true where the assistant's message is the last one, and only there"
-    need(asked.continue_final_message in (None, is_begun), fault, name)
-    name = "add_generation_prompt"
-    need(asked.add_generation_prompt or is_begun, f"{name} must be true here", name)
-    return is_begun
-
-
-def _as_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters of sampling as the command line has them."""
-    given = {name: as_whole(value) for name, value in given.items() if value is not None}
-    if given.get("repeat_penalty") == given.get("repetition_penalty"):
-        given.pop("repeat_penalty", None)  # the same under both names
-    biases = given.get("logit_bias", {})
-    need(isinstance(biases, dict), 'logit_bias must be an object, as {"15043": -100}', "logit_bias")
-    given["logit_bias"] = {id: number for id, number in biases.items() if number != 0}
-    for name in ("bad_words", "allowed_token_ids"):
-        if not given.get(name, True):  # false, or an empty list
-            given[name] = []
-    if isinstance(given.get("allowed_token_ids"), list):
-        ids = map(as_whole, given["allowed_token_ids"])
-        given["allowed_token_ids"] = ",".join(map(str, ids))
-    return given
-
-
-def _prompts(prompt: Any) -> list:
-    """Return the prompts of a request: one, a text or token ids, or a list of several."""
-    if not isinstance(prompt, list) or not prompt:
-        return [prompt]
-    if any(type(as_whole(part)) is int for part in prompt):
-        return [prompt]
-    return prompt
+            system, *messages = messages[0]["content"], *messages[1:]
+        given = tools and tools.given
+        text = self._template(system).render_messages(messages, given, asked.variables)
+        # a grammar leaves no room for thinking, and some templates do not know the variable
+        if guided or begun or asked.variables.get("enable_thinking") is False:
+            text = closed(text)
+        text += begun
+        return tools.form.forced(text) if tools and tools.forced else text

@@ -33,8 +33,8 @@ def echoes(engine: Engine, asked: RequestParams) -> list[Delta]:
     for number, ids in enumerate(asked.prompts):
         stream = engine.tokenizer.stream(True)
         logprobs: list[Logprob | None] = []
-        if asked.likeliest is not None:
-            logprobs = prompt_logprobs(engine, ids, asked.likeliest)
+        if asked.body.likeliest is not None:
+            logprobs = prompt_logprobs(engine, ids, asked.body.likeliest)
         text = ""
         tokens = []
         for id, logprob in zip(ids, logprobs):
@@ -42,8 +42,8 @@ def echoes(engine: Engine, asked: RequestParams) -> list[Delta]:
             text += stream.push([id])
         text = engine.tokenizer.decode(ids, True)
         drafts = Drafts(spans=(("", len(text), -1),))
-        for sample in range(asked.samples):
-            choice = number * asked.samples + sample
+        for sample in range(asked.body.n):
+            choice = number * asked.body.n + sample
             pieces.append(Delta(choice, text, 0, reason, tokens, drafts))
     return pieces
 

@@ -1,4 +1,4 @@
-"""The JSON of serve.py's answers, whole or in the events of a stream."""
+"""The JSON of completions and chats: events of a stream, which make up a whole answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from files.thinking import Thinking
 from files.tokenizer import Tokenizer
@@ -18,33 +18,138 @@ from server.tool_calls import Finder, mark_in
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-class Reply:
-    """The JSON of a response, whole or in events."""
+class Part(NamedTuple):
+    """The parts of an answer that a piece of its text adds."""
 
-    def __init__(self, asked: RequestParams, chat: bool, model: str, tokenizer: Tokenizer):
+    thought: str
+    content: str
+    calls: list[dict]  # of tools, as clients read them
+    drafts: Drafts  # whose spans are of the content
+
+
+class Splitter:
+    """Takes the text of one answer of a chat apart, as it comes."""
+
+    def __init__(self, asked: RequestParams):
+        self.thinking = Thinking(asked.thinks)
+        self.finder = Finder(asked.tools) if asked.tools else None
+        self.tells = asked.body.include_reasoning
+        self.spans = Spans()  # of the text that is held back
+        self.held = ""  # thinking that may end with a call
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self.finder.count if self.finder else 0
+
+    def push(self, piece: Delta) -> Part:
+        """Add a piece. Returns: the parts that have become certain."""
+        for span in piece.drafts.spans:
+            self.spans.add(*span)
+        read = self.thinking.read
+        thought, content = self.thinking.push(piece.text, piece.reason is not None)
+        calls: list[dict] = []
+        if self.finder:
+            thought, content = self._call_in_thinking(piece, thought, content)
+        self.spans.take(self.thinking.read - read - len(content))
+        if self.finder:
+            content, calls = self.finder.push(content, piece.reason)
+        spans = tuple(self.spans.take(len(content)))
+        drafts = piece.drafts._replace(spans=spans)
+        return Part(thought if self.tells else "", content, calls, drafts)
+
+    def _call_in_thinking(self, piece: Delta, thought: str, content: str) -> tuple[str, str]:
+        """Return thinking and content, where a call that ends open thinking is content.
+
+        Thinking is held back from the beginning of a call on. One that goes on is a draft.
+        """
+        held = self.held + thought
+        begin, is_call = mark_in(held, self.finder.form.tags)
+        inside = self.thinking.inside
+        if inside and piece.reason is None:
+            self.held = held[begin:]
+            return held[:begin], content
+        self.held = ""
+        if inside and is_call and piece.reason == "stop":
+            return held[:begin].rstrip(), held[begin:]
+        return held, content
+
+
+class Reply:
+    """The JSON of completions."""
+
+    kind = "text_completion"  # of a whole answer
+    chunk = "text_completion"  # of an event
+    id = "cmpl"
+
+    def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
         self.asked = asked
-        self.chat = chat
         self.tokenizer = tokenizer
-        self.finders: list[Finder] = []  # one for each choice, where the request has tools
-        if asked.tools:
-            self.finders = [Finder(asked.tools) for _ in range(asked.samples)]
-        self.thinkings: list[Thinking] = []  # one for each choice of a chat
-        if chat:
-            self.thinkings = [Thinking(asked.thinks) for _ in range(asked.samples)]
-        self.drafted_calls = [""] * len(self.thinkings)  # thinking that may end with a call
-        self.spans = [Spans() for _ in self.thinkings]  # of the text that is held back
-        self.untold: dict[int, Drafts] = {}  # of pieces without an event of their own, by choice
+        self.choices: list[dict[str, Any]] = [{} for _ in range(asked.choices)]  # so far
+        self.untold = [Drafts()] * asked.choices  # of pieces without an event of their own
         self.drafts = Drafts()  # of all pieces
-        self.cached = 0  # tokens of the prompts that were not read again
+        self.used: dict[str, Any] = {}  # at the end
         self.base = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{random.getrandbits(96):024x}",
+            "id": f"{self.id}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
             "model": model,
             "seed": asked.seed,
         }
 
-    def usage(self, tokens: Iterable[int]) -> dict[str, Any]:
-        """Count tokens. tokens: of each choice"""
+    def begin(self) -> str:
+        """Return the first events."""
+        return ""
+
+    def piece(self, piece: Delta) -> str:
+        """Return the event of a piece; "" where all its text is held back."""
+        self.drafts = self.drafts.and_more(piece.drafts)
+        text, drafts = self.told(piece)
+        drafts = self.untold[piece.choice].and_more(drafts)
+        if not (any(text.values()) or piece.reason or piece.scored):
+            self.untold[piece.choice] = drafts
+            return ""
+        self.untold[piece.choice] = Drafts()
+        return self.add(self.choice(piece) | text, drafted=self._drafted(drafts))
+
+    def told(self, piece: Delta) -> tuple[dict[str, Any], Drafts]:
+        """Return the fields of a piece's text, and how it was drafted."""
+        return {"text": piece.text}, piece.drafts
+
+    def end(self, tokens: Iterable[int], cached: int) -> str:
+        """Return the last events.
+
+        tokens: of each choice; cached: tokens of the prompts that were not read again
+        """
+        self.used = self.usage(tokens, cached)
+        usage = self.event([], self.used) if self.asked.body.stream_options.include_usage else ""
+        return usage + "data: [DONE]\n\n"
+
+    def fault(self, error: Refusal) -> str:
+        """Return the event of an error, which ends a stream."""
+        return f"data: {json.dumps(error.body)}\n\n"
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, once it has ended."""
+        told = {"usage": self.used, "metrics": self.metrics}
+        return self.base | {"object": self.kind, "choices": self.choices} | told
+
+    def add(self, choice: dict[str, Any], **more: Any) -> str:
+        """Add the fields of an event to a choice. more: of the event alone. Returns: the event"""
+        number = choice["index"]
+        self.choices[number] = sum_of(self.choices[number], choice)
+        return self.event([choice | more])
+
+    def event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+        """Return one event of a stream."""
+        event = self.base | {"object": self.chunk, "choices": choices}
+        if self.asked.body.stream_options.include_usage:
+            event |= {"usage": usage}
+        if usage:
+            event |= {"metrics": self.metrics}
+        return f"data: {json.dumps(event)}\n\n"
+
+    def usage(self, tokens: Iterable[int], cached: int) -> dict[str, Any]:
+        """Count tokens. Arguments: as of `end`."""
         prompt = sum(map(len, self.asked.prompts))
         new = sum(tokens)
         details = {
@@ -55,7 +160,7 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": details,
         }
 
@@ -68,173 +173,28 @@ class Reply:
         lengths = self.drafts.lengths
         accepted = sum(lengths)
         drafted = accepted + self.drafts.rejected
+        longest = max(lengths, default=-1)
         told = {
             "mean_acceptance_length": 1 + accepted / len(lengths) if lengths else None,
             "draft_acceptance_rate": accepted / drafted if drafted else None,
-            "acceptance_histogram": [
-                lengths.count(length) for length in range(max(lengths, default=-1) + 1)
-            ],
+            "acceptance_histogram": [lengths.count(length) for length in range(longest + 1)],
             "num_spec_steps": len(lengths),
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
         }
         return {"speculative_decoding": told}
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
-        """Return all choices, with the usage."""
-        choices = []
-        for answer in answers:
-            self.drafts = self.drafts.and_more(answer.drafts)
-            text = {"text": answer.text}
-            if self.chat:
-                text = {"message": self._message(answer)}
-            choices.append(self._choice(answer) | text)  # behind the calls, which it counts
-        kind = "chat.completion" if self.chat else "text_completion"
-        usage = self.usage(answer.tokens for answer in answers)
-        told = {"object": kind, "choices": choices, "usage": usage, "metrics": self.metrics}
-        return self.base | told
+    def choice(self, piece: Delta) -> dict[str, Any]:
+        """Return the fields of a piece beside its text."""
+        logprobs = None if self.asked.body.likeliest is None else self.logprobs(piece.scored)
+        choice = {"index": piece.choice, "finish_reason": piece.reason, "logprobs": logprobs}
+        return choice | ({"cut_by": piece.cut_by} if piece.cut_by else {})
 
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        """Return one event of a stream."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        event = self.base | {"object": kind, "choices": choices}
-        if self.asked.usage:
-            event |= {"usage": usage}
-        if usage:
-            event |= {"metrics": self.metrics}
-        return f"data: {json.dumps(event)}\n\n"
-
-    def piece(self, piece: Delta) -> str:
-        """Return the event of a piece; "" where all its text is held back."""
-        self.drafts = self.drafts.and_more(piece.drafts)
-        text = {"text": piece.text}
-        drafts = piece.drafts
-        if self.chat:
-            delta, spans = self._delta(piece)
-            text = {"delta": delta}
-            drafts = self.untold.pop(piece.choice, Drafts()).and_more(drafts._replace(spans=()))
-            if not delta and not piece.reason and not piece.scored:
-                self.untold[piece.choice] = drafts
-                return ""
-            drafts = drafts._replace(spans=spans)
-        return self.event([self._choice(piece) | text | {"drafted": self._drafted(drafts)}])
-
-    def _drafted(self, drafts: Drafts) -> dict[str, Any]:
-        """Return how the tokens of an event were drafted; spans where its text is complete."""
-        told = drafts._asdict()
-        del told["lengths"]
-        spans = told.pop("spans")
-        trees = told.pop("trees")
-        if self.asked.wants_trees:
-            told["trees"] = [[self._node(node) for node in tree] for tree in trees]
-        if not self.finders:
-            told["spans"] = spans if self.asked.wants_trees else [span[:2] for span in spans]
-        return told
-
-    def _node(self, node: tuple[int, int, bool]) -> list:
-        """Return a node of a tree, its token as a text."""
-        parent, token, accepted = node
-        return [parent, _text(self.tokenizer.name(token)), accepted]
-
-    def _delta(self, piece: Delta) -> tuple[dict[str, Any], Iterable[tuple]]:
-        """Return a piece's thinking, content and whole calls of tools; the spans of the content."""
-        thinking = self.thinkings[piece.choice]
-        spans = self.spans[piece.choice]
-        for span in piece.drafts.spans:
-            spans.add(*span)
-        read = thinking.read
-        thought, content = thinking.push(piece.text, piece.reason is not None)
-        thought, content = self._call_in_thinking(piece, thought, content)
-        spans.take(thinking.read - read - len(content))
-        delta: dict[str, Any] = {}
-        if thought and self.asked.tells_thinking:
-            delta["reasoning_content"] = thought
-        calls: list[dict] = []
-        first = 0
-        if self.finders:
-            finder = self.finders[piece.choice]
-            first = finder.count
-            content, calls = finder.push(content, piece.reason)
-        if content or (piece.reason and not self.finders):
-            delta["content"] = content
-        if calls:
-            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
-        return delta, spans.take(len(content))
-
-    def _call_in_thinking(self, piece: Delta, thought: str, content: str) -> tuple[str, str]:
-        """Return thinking and content, where a call that ends open thinking is content.
-
-        Thinking is held back from the beginning of a call on. One that goes on is a draft.
-        """
-        if not self.finders:
-            return thought, content
-        held = self.drafted_calls[piece.choice] + thought
-        begin, is_call = mark_in(held, self.finders[piece.choice].form.tags)
-        self.drafted_calls[piece.choice] = held[begin:]
-        if self.thinkings[piece.choice].inside and piece.reason is None:
-            return held[:begin], content
-        self.drafted_calls[piece.choice] = ""
-        if is_call and piece.reason == "stop" and self.thinkings[piece.choice].inside:
-            return held[:begin].rstrip(), held[begin:]
-        return held, content
-
-    def _message(self, answer: Delta) -> dict[str, Any]:
-        """Return the message of a whole answer."""
-        thought, content = self.thinkings[answer.choice].push(answer.text, True)
-        thought, content = self._call_in_thinking(answer, thought, content)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if thought and self.asked.tells_thinking:
-            message["reasoning_content"] = thought
-        if self.finders:
-            content, calls = self.finders[answer.choice].push(content, answer.reason)
-            message["content"] = content or None
-            if calls:
-                message["tool_calls"] = calls
-        return message
-
-    def begin(self) -> str:
-        """Return the first events of a stream: of a chat, one for each choice."""
-        role = {"finish_reason": None, "logprobs": None}
-        role |= {"delta": {"role": "assistant", "content": ""}}
-        choices = range(self.asked.choices) if self.chat else ()
-        return "".join(self.event([{"index": choice} | role]) for choice in choices)
-
-    def end(self, tokens: Iterable[int]) -> str:
-        """Return the last events of a stream. tokens: of each choice"""
-        usage = self.event([], self.usage(tokens)) if self.asked.usage else ""
-        return usage + "data: [DONE]\n\n"
-
-    def fault(self, error: Refusal) -> str:
-        """Return the event of an error, which ends a stream."""
-        return f"data: {json.dumps(error.body)}\n\n"
-
-    def _choice(self, piece: Delta) -> dict[str, Any]:
-        logprobs = None
-        if self.asked.likeliest is not None:
-            logprobs = self._of_chat(piece) if self.chat else self._of_completion(piece)
-        reason = piece.reason
-        if reason == "stop" and self.finders and self.finders[piece.choice].count:
-            reason = "tool_calls"
-        choice = {"index": piece.choice, "finish_reason": reason, "logprobs": logprobs}
-        if piece.cut_by:
-            choice["cut_by"] = piece.cut_by
-        return choice
-
-    def _of_chat(self, piece: Delta) -> dict[str, Any]:
-        content = []
-        for token in piece.scored:
-            top = [self._entry(*pair) for pair in token.logprob.top]
-            content.append(self._entry(token.id, token.logprob.own) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.name(id)
-        return {"token": _text(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
-
-    def _of_completion(self, piece: Delta) -> dict[str, Any]:
-        scored = piece.scored
+    def logprobs(self, scored: list[Scored]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens."""
+        tokens = [self._name(token.id) for token in scored]
         return {
-            "tokens": [_text(self.tokenizer.name(token.id)) for token in scored],
+            "tokens": tokens,
             "token_logprobs": [token.logprob and max(token.logprob.own, LEAST) for token in scored],
             "top_logprobs": [self._likeliest(token) for token in scored],
             "text_offset": [token.start for token in scored],
@@ -245,19 +205,96 @@ class Reply:
         if token.logprob is None:
             return None
         pairs = [*token.logprob.top, (token.id, token.logprob.own)]
-        return {_text(self.tokenizer.name(id)): max(logprob, LEAST) for id, logprob in pairs}
+        return {self._name(id): max(logprob, LEAST) for id, logprob in pairs}
+
+    def _name(self, id: int) -> str:
+        """Return a token's text; bytes that are no characters of their own are escaped."""
+        return self.tokenizer.name(id).decode("utf-8", "backslashreplace")
+
+    def _drafted(self, drafts: Drafts) -> dict[str, Any]:
+        """Return how the tokens of an event were drafted; spans where its text is complete."""
+        told = drafts._asdict()
+        del told["lengths"]
+        spans = told.pop("spans")
+        trees = told.pop("trees")
+        wants_trees = self.asked.body.trees
+        if wants_trees:
+            told["trees"] = [
+                [[parent, self._name(token), accepted] for parent, token, accepted in tree]
+                for tree in trees
+            ]
+        if not self.asked.tools:
+            told["spans"] = spans if wants_trees else [span[:2] for span in spans]
+        return told
 
 
-def joined(pieces: list[Delta]) -> Delta:
-    """Join all pieces of an answer."""
-    text = "".join(piece.text for piece in pieces)
-    scored = [token for piece in pieces for token in piece.scored]
-    drafts = Drafts()
-    for piece in pieces:
-        drafts = drafts.and_more(piece.drafts)
-    return pieces[-1]._replace(text=text, scored=scored, drafts=drafts)
+class ChatReply(Reply):
+    """The JSON of chats."""
+
+    kind = "chat.completion"
+    chunk = "chat.completion.chunk"
+    id = "chatcmpl"
+
+    def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
+        super().__init__(asked, model, tokenizer)
+        self.splitters = [Splitter(asked) for _ in self.choices]
+
+    def begin(self) -> str:
+        """Return the first events, one for each choice."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        role |= {"finish_reason": None, "logprobs": None}
+        return "".join(self.add({"index": i} | role) for i in range(len(self.choices)))
+
+    def told(self, piece: Delta) -> tuple[dict[str, Any], Drafts]:
+        """Return the fields of a piece's text, and how it was drafted."""
+        splitter = self.splitters[piece.choice]
+        first = splitter.calls
+        part = splitter.push(piece)
+        delta: dict[str, Any] = {}
+        if part.thought:
+            delta["reasoning_content"] = part.thought
+        if part.content or (piece.reason and not self.asked.tools):
+            delta["content"] = part.content
+        if part.calls:
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(part.calls, first)]
+        return {"delta": delta}, part.drafts
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, once it has ended."""
+        for choice in self.choices:
+            message = choice["message"] = choice.pop("delta")
+            if self.asked.tools:
+                message["content"] = message["content"] or None
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+        return super().whole()
+
+    def choice(self, piece: Delta) -> dict[str, Any]:
+        """Return the fields of a piece beside its text, which is read."""
+        choice = super().choice(piece)
+        if piece.reason == "stop" and self.splitters[piece.choice].calls:
+            choice["finish_reason"] = "tool_calls"
+        return choice
+
+    def logprobs(self, scored: list[Scored]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens."""
+        content = []
+        for token in scored:
+            top = [self._entry(*pair) for pair in token.logprob.top]
+            content.append(self._entry(token.id, token.logprob.own) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+        data = list(self.tokenizer.name(id))
+        return {"token": self._name(id), "logprob": max(logprob, LEAST), "bytes": data}
 
 
-def _text(data: bytes) -> str:
-    """Return a token's text; bytes that are no characters of their own are escaped."""
-    return data.decode("utf-8", "backslashreplace")
+def sum_of(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer with the fields of a further event: texts and lists grow, others change."""
+    found = whole | more
+    for name in whole.keys() & more.keys():
+        if isinstance(more[name], dict):
+            found[name] = sum_of(whole[name] or {}, more[name])
+        elif isinstance(more[name], (str, list)) and whole[name]:
+            found[name] = whole[name] + more[name]
+    return found

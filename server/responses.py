@@ -1,9 +1,9 @@
 """OpenAI's Responses (`/v1/responses`) as another form of a chat: its request, its answer.
 
-1. `as_chat` writes a request as that of a chat: `instructions` and `input` as messages, calls and
-   their results as such, tools and formats in the chat's form. RequestReader checks what comes out.
-2. `ResponseReply` renders the thinking, the text and the calls of a `Reply` as output items, in
-   the events of a stream or at its end. A whole answer is the last event's response.
+1. `Responses` reads a request as that of a chat: `instructions` and `input` as messages, calls and
+   their results as such, tools and formats in the chat's form.
+2. `ResponseReply` writes the thinking, the text and the calls of a chat's answer as output items,
+   in events. A whole answer is the last event's response.
 
 Nothing is stored: `previous_response_id` is refused, and a client sends the whole conversation.
 Tools that a server would run itself, as web_search, are left out, and the log names them.
@@ -17,123 +17,135 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import model_validator
+
 from files.tokenizer import Tokenizer
-from options import log_note, require
+from options import log_note
 from server.batcher import Delta, Refusal
-from server.bodies import SHOWN, in_log, text_of, without_nulls
+from server.bodies import SHOWN, Chat, in_log, need, without_nulls
 from server.call_forms import new_id
-from server.parameters import RequestParams, refusal
-from server.replies import Reply
+from server.parameters import RequestParams
+from server.replies import ChatReply, sum_of
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`, the only name that changes anything
-RENAMED = {"max_output_tokens": "max_tokens"}
-# names that change nothing here, or that `as_chat` has read
+# fields that an answer repeats
+REPEATED = {
+    "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tools": [],
+    "tool_choice": "auto", "reasoning": None, "text": {"format": {"type": "text"}},
+}  # fmt: skip
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of items' ids
+# names that change nothing here, or that `Responses` has read
 READ = {"input", "instructions", "include", "reasoning", "text", "truncation", "background"}
 
 
-def as_chat(body: Any) -> dict:
-    """Return a request for a response as one for a chat. Raises: Refusal."""
-    try:
-        require(isinstance(body, dict), "the body must be a JSON object")
-        return _as_chat(without_nulls(body))
-    except ValueError as error:
-        raise refusal(error, "input") from None
+class Responses(Chat):
+    """A request for a response, as one for a chat."""
 
+    repeated: dict[str, Any] = {}
 
-def _as_chat(body: dict) -> dict:
-    fault = "responses are not stored here; send the whole conversation as input"
-    require("previous_response_id" not in body and "conversation" not in body, fault)
-    require(not body.get("background"), "background = true is not served; leave it out")
-    require("n" not in body, "a response is one answer; leave n out")
-    chat = {RENAMED.get(name, name): body[name] for name in body.keys() - READ}
-    if body.get("instructions"):
-        chat["messages"] = [{"role": "system", "content": body["instructions"]}]
-    chat["messages"] = chat.get("messages", []) + _messages(body.get("input"))
-    if LOGPROBS in _of_kind(body, "include", []) or "top_logprobs" in body:
-        chat["logprobs"] = True
-    if _of_kind(body, "reasoning", {}).get("effort"):
-        chat["reasoning_effort"] = body["reasoning"]["effort"]
-    form = _of_kind(body, "text", {}).get("format")
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": form}
-    if form:
-        chat["response_format"] = form
-    if "tools" in chat:
+    @model_validator(mode="before")
+    @classmethod
+    def _as_chat(cls, body: dict) -> dict:
+        body = without_nulls(body)
+        stored = body.keys() & {"previous_response_id", "conversation"}
+        fault = "responses are not stored here; send the whole conversation as input"
+        need(not stored, fault, "input")
+        need(not body.get("background"), "background = true is not served; leave it out", "input")
+        need("n" not in body, "a response is one answer; leave n out", "input")
+        chat = {name: body[name] for name in body.keys() - READ}
+        chat["repeated"] = {name: body.get(name, value) for name, value in REPEATED.items()}
+        if "max_output_tokens" in chat:
+            chat["max_tokens"] = chat.pop("max_output_tokens")
+        chat["messages"] = _messages(body.get("input"))
+        if body.get("instructions"):
+            chat["messages"].insert(0, {"role": "system", "content": body["instructions"]})
+        if LOGPROBS in _of_kind(body, "include", []) or "top_logprobs" in body:
+            chat["logprobs"] = True
+        if _of_kind(body, "reasoning", {}).get("effort"):
+            chat["reasoning_effort"] = body["reasoning"]["effort"]
+        form = _of_kind(body, "text", {}).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        if form:
+            chat["response_format"] = form
         chat["tools"] = _tools(_of_kind(body, "tools", []))
-    choice = chat.get("tool_choice")
-    if isinstance(choice, dict) and "name" in choice:
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
-    return chat
+        choice = chat.get("tool_choice")
+        if isinstance(choice, dict) and "name" in choice:
+            chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        return chat
 
 
 def _of_kind(body: dict, name: str, default: Any) -> Any:
     """Return a field of the kind of its default."""
     value = body.get(name, default)
     kind = "a list" if isinstance(default, list) else "an object"
-    require(isinstance(value, type(default)), f"{name} must be {kind}")
+    need(isinstance(value, type(default)), f"{name} must be {kind}", "input")
     return value
 
 
 def _tools(tools: list) -> list[dict]:
     """Return the functions among tools, in the form of chats."""
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    others = {str(kind) for kind in kinds if kind != "function"}
+    functions = []
+    others = set()
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "function":
+            function = {name: held for name, held in tool.items() if name != "type"}
+            functions.append({"type": "function", "function": function})
+        else:
+            others.add(str(kind))
     if others:
         log_note(f"tools that are left out, as they are no functions: {in_log(others)}")
-    functions = [tool for tool, kind in zip(tools, kinds) if kind == "function"]
-    return [
-        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-        for tool in functions
-    ]
+    return functions
 
 
 def _messages(items: Any) -> list[dict]:
     """Return the items of an input as messages, the parts of an answer in one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    require(isinstance(items, list) and items, "input must be a text, or a list of at least one")
+    are_items = isinstance(items, list) and items and all(isinstance(i, dict) for i in items)
+    need(are_items, "input must be a text, or a list of at least one object", "input")
     messages: list[dict] = []
-    answer: dict | None = None  # the message that further parts of an answer go to
     for item in items:
-        require(isinstance(item, dict), "an item of input must be an object")
-        kind = item.get("type", "message")
-        if kind == "message" and item.get("role") != "assistant":
-            answer = None
-            messages.append({"role": item.get("role"), "content": item.get("content")})
-        elif kind == "function_call_output":
-            answer = None
-            result = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
-            messages.append({"role": "tool", **result})
+        message = _message(item)
+        last = messages[-1] if messages else {"role": ""}
+        goes_on = "tool_calls" in message or "tool_calls" not in last
+        if last["role"] == message["role"] == "assistant" and goes_on:
+            messages[-1] = sum_of(last, message | {"role": ""})
         else:
-            if answer is None or (kind != "function_call" and "tool_calls" in answer):
-                answer = {"role": "assistant", "content": ""}
-                messages.append(answer)
-            _add_to(answer, item, kind)
+            messages.append(message)
     return messages
 
 
-def _add_to(answer: dict, item: dict, kind: str) -> None:
-    """Add an item of the assistant's to its message. Writes: answer."""
+def _message(item: dict) -> dict:
+    """Return an item of an input as a message."""
+    kind = item.get("type", "message")
+    role = item.get("role")
+    content = item.get("content")
+    if kind == "message" and role != "assistant":
+        return {"role": role, "content": content}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+    answer: dict[str, Any] = {"role": "assistant", "content": []}
     if kind == "message":
-        text = text_of(item.get("content"))
-        require(isinstance(text, str), "a message must have a role and a text as its content")
-        answer["content"] += text
-    elif kind == "function_call":
+        is_text = isinstance(content, (str, list))
+        need(is_text, "a message must have a role and a text as its content", "input")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return answer | {"content": parts}
+    if kind == "function_call":
         called = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": called}
-        answer.setdefault("tool_calls", []).append(call)
-    elif kind == "reasoning":
-        answer["reasoning_content"] = text_of(item.get("content") or item.get("summary") or "")
-    else:
-        raise ValueError(f"input of type {str(kind)[:SHOWN]} is not served; leave it out")
+        return answer | {"tool_calls": [call]}
+    fault = f"input of type {str(kind)[:SHOWN]} is not served; leave it out"
+    need(kind == "reasoning", fault, "input")
+    return answer | {"reasoning_content": content or item.get("summary") or ""}
 
 
-class ResponseReply(Reply):
+class ResponseReply(ChatReply):
     """A response: output items, one open at a time, whose texts grow."""
 
-    def __init__(self, asked: RequestParams, body: dict, model: str, tokenizer: Tokenizer):
-        """body: the request"""
-        super().__init__(asked, True, model, tokenizer)
+    def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
+        super().__init__(asked, model, tokenizer)
         self.events = 0  # so far
         self.thoughts = ""
         self.output: list[dict[str, Any]] = []  # the last may be open
@@ -154,50 +166,38 @@ class ResponseReply(Reply):
             "store": False,
             "truncation": "disabled",
             "usage": None,
+            **asked.body.repeated,
         }
-        defaults = {
-            "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tools": [],
-            "tool_choice": "auto", "reasoning": None, "text": {"format": {"type": "text"}},
-        }  # fmt: skip
-        self.response |= {name: body.get(name, value) for name, value in defaults.items()}
-
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
-        """Return the response."""
-        (answer,) = answers
-        self.piece(answer)
-        self.end([answer.tokens])
-        return self.response
 
     def begin(self) -> str:
-        """Return the first events of a stream."""
-        return self._told("created", response=self.response) + self._told(
-            "in_progress", response=self.response
-        )
+        """Return the first events."""
+        kinds = ("response.created", "response.in_progress")
+        return "".join(self._event(kind, response=self.response) for kind in kinds)
 
     def piece(self, piece: Delta) -> str:
         """Return the events of a piece."""
         self.drafts = self.drafts.and_more(piece.drafts)
-        delta, _ = self._delta(piece)
-        logprobs = [] if self.asked.likeliest is None else self._of_chat(piece)["content"]
+        part = self.splitters[0].push(piece)
+        self.thoughts += part.thought
         events = ""
-        if delta.get("reasoning_content"):
-            self.thoughts += delta["reasoning_content"]
-            events += self._grow("reasoning", delta["reasoning_content"], [])
-        if delta.get("content") or (piece.reason and not self.output and not self.asked.tools):
-            events += self._grow("message", delta["content"], logprobs)
-        for call in delta.get("tool_calls", ()):
-            events += self._close() + self._call(call)
+        if part.thought:
+            events += self._grow("reasoning", part.thought)
+        if part.content or (piece.reason and not self.output and not self.asked.tools):
+            scored = [] if self.asked.body.likeliest is None else piece.scored
+            events += self._grow("message", part.content, self.logprobs(scored)["content"])
+        for call in part.calls:
+            events += self._call(call)
         if piece.reason:
             self.response["status"] = "completed" if piece.reason == "stop" else "incomplete"
         return events
 
-    def end(self, tokens: Iterable[int]) -> str:
-        """Return the last events of a stream. Writes: the response."""
+    def end(self, tokens: Iterable[int], cached: int) -> str:
+        """Return the last events. Arguments: as of `Reply.end`. Writes: the response."""
         status = self.response["status"]
-        events = self._close()
+        events = self._close(status)
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        counts = self.usage(tokens)
+        counts = self.usage(tokens, cached)
         thinking = {"reasoning_tokens": len(self.tokenizer.encode(self.thoughts, bos=False))}
         self.response["usage"] = {
             "input_tokens": counts["prompt_tokens"],
@@ -207,84 +207,86 @@ class ResponseReply(Reply):
             "total_tokens": counts["total_tokens"],
         }
         self.response["metrics"] = self.metrics
-        return events + self._told(status, response=self.response)
+        return events + self._event(f"response.{status}", response=self.response)
 
     def fault(self, error: Refusal) -> str:
         """Return the event of an error, which ends a stream."""
         told = error.body["error"]
-        return self._event("error", {name: told[name] for name in ("code", "message", "param")})
+        return self._event("error", **{name: told[name] for name in ("code", "message", "param")})
 
-    def _event(self, kind: str, fields: dict[str, Any]) -> str:
+    def whole(self) -> dict[str, Any]:
+        """Return the whole response, once it has ended."""
+        return self.response
+
+    def _event(self, kind: str, **fields: Any) -> str:
         event = {"type": kind, "sequence_number": self.events, **fields}
         self.events += 1
         return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
-    def _told(self, kind: str, **fields: Any) -> str:
-        return self._event(f"response.{kind}", fields)
-
     def _of_item(self, kind: str, **fields: Any) -> str:
         """Return an event of the last item."""
         number = {"output_index": len(self.output) - 1, "item_id": self.output[-1]["id"]}
-        return self._told(kind, **number, **fields)
+        return self._event(f"response.{kind}", **number, **fields)
 
     def _open(self, kind: str, **fields: Any) -> str:
-        """Begin an item. Returns: its event."""
-        name = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item = {"type": kind, "id": f"{name}_{new_id()}", "status": "in_progress", **fields}
+        """End the open item, if there is one, and begin another. Returns: the events"""
+        events = self._close()
+        item = {
+            "type": kind,
+            "id": f"{PREFIXES[kind]}_{new_id()}",
+            "status": "in_progress",
+            **fields,
+        }
         self.output.append(item)
-        return self._of_item("output_item.added", item=item)
+        return events + self._of_item("output_item.added", item=item)
 
-    def _grow(self, kind: str, text: str, logprobs: list) -> str:
-        """Add text to the open item of a kind, which may have to be begun. Returns: the events."""
+    def _grow(self, kind: str, text: str, logprobs: list | None = None) -> str:
+        """Add text to the open item of a kind, which may have to be begun.
+
+        logprobs: of a message
+        Returns: the events
+        """
         events = ""
-        if not self._is_open(kind):
+        if not (self._is_open and self.output[-1]["type"] == kind):
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             fields: dict[str, Any] = {"summary": []}
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 fields = {"role": "assistant"}
-            events = self._close() + self._open(kind, **fields, content=[])
+            events = self._open(kind, **fields, content=[])
             events += self._of_item("content_part.added", content_index=0, part=part)
             self.output[-1]["content"].append(part)
         part = self.output[-1]["content"][0]
-        part["text"] += text
-        further = {}
-        if kind == "message":
-            part["logprobs"] += logprobs
-            further = {"logprobs": logprobs}
+        further = {} if logprobs is None else {"logprobs": logprobs}
+        part.update(sum_of(part, {"text": text, **further}))
         return events + self._of_item(
             f"{part['type']}.delta", content_index=0, delta=text, **further
         )
 
     def _call(self, call: dict) -> str:
         """Add a call. Returns: its events."""
-        called = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-        events = self._open("function_call", **called)
-        item = self.output[-1]
-        item["arguments"] = call["function"]["arguments"]
-        name = "function_call_arguments"
-        events += self._of_item(f"{name}.delta", delta=item["arguments"])
-        fields = {"arguments": item["arguments"], "name": item["name"]}
-        return events + self._of_item(f"{name}.done", **fields) + self._close()
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
+        events = self._open("function_call", call_id=call["id"], name=name, arguments="")
+        self.output[-1]["arguments"] = arguments
+        events += self._of_item("function_call_arguments.delta", delta=arguments)
+        done = {"arguments": arguments, "name": name}
+        return events + self._of_item("function_call_arguments.done", **done) + self._close()
 
-    def _close(self) -> str:
+    def _close(self, status: str = "completed") -> str:
         """End the open item, if there is one. Returns: its events."""
-        if not self._is_open():
+        if not self._is_open:
             return ""
         item = self.output[-1]
-        item["status"] = "completed"
-        if self.response["status"] == "incomplete":
-            item["status"] = "incomplete"
+        item["status"] = status
         events = ""
         for part in item.get("content", ()):
-            further = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            done = {"content_index": 0, "text": part["text"], **further}
-            events += self._of_item(f"{part['type']}.done", **done)
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events += self._of_item(f"{part['type']}.done", content_index=0, **done)
             events += self._of_item("content_part.done", content_index=0, part=part)
         return events + self._of_item("output_item.done", item=item)
 
-    def _is_open(self, kind: str = "") -> bool:
-        """Return whether the last item is open, and of a kind. kind: "" for any"""
-        if not self.output or self.output[-1]["status"] != "in_progress":
-            return False
-        return kind in ("", self.output[-1]["type"])
+    @property
+    def _is_open(self) -> bool:
+        """Whether the last item is open."""
+        return bool(self.output) and self.output[-1]["status"] == "in_progress"

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from options import require
-from server.bodies import Chat, Message, arguments_of
+from server.bodies import NOTHING, Chat, arguments_of, without_nulls
 from server.call_forms import Form, new_id
 
 CHOICES = ("none", "auto", "required")
@@ -45,15 +45,15 @@ class Tools(NamedTuple):
         return "\n".join(rules)
 
 
-def read_tools(asked: Chat, given: Any, find_form: Callable[[], Form]) -> Tools | None:
+def read_tools(asked: Chat, find_form: Callable[[], Form]) -> Tools | None:
     """Read the tools of a request.
 
-    given: the tools as they were sent
     find_form: called where there are tools; may raise ValueError
     Returns: None without any, and where none may be called. Raises: ValueError.
     """
-    schemas = {tool.function.name: tool.function.parameters for tool in asked.tools}
-    require(len(schemas) == len(asked.tools), "two tools have the same name; rename one")
+    functions = [without_nulls(tool["function"]) for tool in asked.tools]
+    schemas = {each["name"]: each.get("parameters", NOTHING) for each in functions}
+    require(len(schemas) == len(functions), "two tools have the same name; rename one")
     choice = asked.tool_choice or ("auto" if schemas else "none")
     forced = list(schemas)
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -69,48 +69,13 @@ def read_tools(asked: Chat, given: Any, find_form: Callable[[], Form]) -> Tools 
         return None
     form = find_form()
     several = asked.parallel_tool_calls and form.several
-    return Tools(given, schemas, [] if choice == "auto" else forced, several, form)
-
-
-def read_messages(messages: list[Message]) -> list[dict]:
-    """Return messages as templates take them: their system messages at the start as one.
-
-    Raises: ValueError for a result without its call.
-    """
-    read: list[dict] = []
-    names = {}  # of the calls so far, by their ids
-    for message in messages:
-        given = message.model_dump(exclude_unset=True) | {"content": message.content}
-        given.pop("tool_calls", None)
-        if message.role == "developer":
-            given["role"] = "system"
-        if message.role == "tool":
-            fault = "a tool message must have the tool_call_id of a call before it"
-            require(message.tool_call_id in names, fault)
-            given["name"] = names[message.tool_call_id]
-        if message.tool_calls:
-            given["tool_calls"] = [_call(call) for call in message.tool_calls]
-            names |= {call.id: call.function.name for call in message.tool_calls}
-            if given.get("reasoning_content") and not message.content:
-                # its name in the templates of gpt-oss and LFM2.5; gpt-oss takes one text before it
-                given = {"thinking": given["reasoning_content"]} | given
-        if given["role"] == "system" and len(read) == 1 and read[0]["role"] == "system":
-            read[0]["content"] += "\n\n" + given["content"]
-        else:
-            read.append(given)
-    return read
-
-
-def _call(call: Any) -> dict:
-    """Return an earlier call as templates take it."""
-    called = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id, "type": "function", "function": called}
+    return Tools(asked.tools, schemas, [] if choice == "auto" else forced, several, form)
 
 
 def one_call_each(messages: list[dict]) -> list[dict]:
     """Return a conversation with one call in a message, each before its result.
 
-    messages: as `read_messages` returns them
+    messages: as `Chat.conversation` returns them
     """
     split: list[dict] = []
     left = deque(messages)

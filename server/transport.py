@@ -1,4 +1,4 @@
-"""The HTTP of serve.py below its endpoints: socket, bodies, clients that stall, foreign hosts."""
+"""The HTTP of serve.py around its endpoints: the socket, who may ask, the bodies, the end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.batcher import Batcher, Refusal
 from server.bodies import SHOWN
 from server.options import ServeConfig
 
-READ_S = 30  # seconds for the head of a request, and for its body
+READ_S = 30  # seconds for the body of a request
+REMEDIES = {
+    errno.EADDRINUSE: "name another --port, or end who listens there",
+    errno.EACCES: "name a --port from 1024 on",
+}
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -34,12 +37,8 @@ def listen(config: ServeConfig) -> socket.socket:
         family, *_, address = addresses[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, UnicodeError) as error:
-        remedies = {
-            errno.EADDRINUSE: "name another --port, or end who listens there",
-            errno.EACCES: "name a --port from 1024 on",
-        }
         number = getattr(error, "errno", None)
-        remedy = remedies.get(number, "name an address of this machine with --host")
+        remedy = REMEDIES.get(number, "name an address of this machine with --host")
         reason = getattr(error, "strerror", None) or error
         where = f"--host {config.host} --port {config.port}"
         raise ValueError(f"{where}: {reason}; {remedy}") from None
@@ -52,82 +51,48 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def brings_key(scope: Scope, key: str) -> bool:
-    """Return whether a request brings the key."""
-    scheme, _, brought = Headers(scope=scope).get("authorization", "").partition(" ")
-    is_key = hmac.compare_digest(brought.strip().encode(), key.encode())
-    return is_key and scheme.lower() == "bearer"
+class Guard:
+    """Refuses requests to /v1 that do not bring the key, and those that name a foreign host.
 
-
-class KnownHosts:
-    """Refuses requests that name another machine in their Host, but for those with the key.
-
-    A page of another site, whose name is resolved to this machine, does not have it.
+    A page of another site whose name is resolved to this machine names that host. A request with
+    the key may name any.
     """
 
-    def __init__(self, app: ASGIApp, names: set[str], key: str):
-        """key: "" for none"""
+    def __init__(self, app: ASGIApp, config: ServeConfig):
         self.app = app
-        self.names = names
-        self.key = key
+        self.key = config.api_key
+        further = {name.strip() for name in config.allowed_hosts.lower().split(",")} - {""}
+        self.names = further | {"localhost", "127.0.0.1", "[::1]", config.host.lower()}
+        self.any_host = "*" in further or not is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
         app = self.app
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "").lower()
-            known = re.sub(r":\d+$", "", host) in self.names
-            if not known and not (self.key and brings_key(scope, self.key)):
-                body = Refusal(400, f"{host[:SHOWN]!r} is no name of this server").body
-                app = JSONResponse(body, 400)
+        refusal = self.refusal(scope) if scope["type"] == "http" else None
+        if refusal:
+            app = JSONResponse(refusal.body, refusal.status)
         await app(scope, receive, send)
 
-
-class Keys:
-    """Refuses requests to /v1 that do not bring the key."""
-
-    def __init__(self, app: ASGIApp, key: str):
-        self.app = app
-        self.key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. The server calls this."""
-        app = self.app
-        guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
-        if guarded and not brings_key(scope, self.key):
-            app = JSONResponse(Refusal(401, "the key is missing or wrong").body, 401)
-        await app(scope, receive, send)
-
-
-class Connection(H11Protocol):
-    """Drops a client whose request does not come."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the clock. The event loop calls this."""
-        super().connection_made(transport)
-        self._await_request()
-
-    def data_received(self, data: bytes) -> None:
-        """Take data. The event loop calls this.
-
-        uvicorn itself has no limit for a further request that has begun.
-        """
-        super().data_received(data)
-        if self.cycle and self.cycle.response_complete:
-            self._await_request()
-
-    def _await_request(self) -> None:
-        before = self.cycle  # of the last request
-        self.loop.call_later(READ_S, lambda: self.cycle is before and self.transport.close())
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """Return why a request is not answered; None: it is."""
+        headers = Headers(scope=scope)
+        scheme, _, brought = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(brought.strip().encode(), self.key.encode())
+        has_key = bool(self.key) and same and scheme.lower() == "bearer"
+        host = headers.get("host", "").lower()
+        if not (self.any_host or has_key or re.sub(r":\d+$", "", host) in self.names):
+            return Refusal(400, f"{host[:SHOWN]!r} is no name of this server")
+        if self.key and not has_key and scope["path"].startswith("/v1"):
+            return Refusal(401, "the key is missing or wrong")
+        return None
 
 
 class Listener(uvicorn.Server):
     """Ends answers before it waits for their connections, and itself when the batcher failed."""
 
     def __init__(self, app: ASGIApp, batcher: Batcher):
-        super().__init__(
-            uvicorn.Config(app, http=Connection, log_level="warning", timeout_graceful_shutdown=5)
-        )
+        options = {"http": "h11", "log_level": "warning", "timeout_graceful_shutdown": 5}
+        super().__init__(uvicorn.Config(app, **options))
         self.batcher = batcher
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -153,15 +118,13 @@ async def json_body(request: Request, most: int) -> Any:
         raise Refusal(415, "the body must be application/json, and its header Content-Type say so")
     try:
         data = await asyncio.wait_for(_at_most(request, most), READ_S)
-    except asyncio.TimeoutError:
-        raise Refusal(408, f"the body did not come within {READ_S} s") from None
-    try:
         body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
         json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except asyncio.TimeoutError:
+        raise Refusal(408, f"the body did not come within {READ_S} s") from None
     except UnicodeEncodeError:
-        raise Refusal(
-            400, "the body has half a character (a surrogate code point); remove it"
-        ) from None
+        fault = "the body has half a character (a surrogate code point); remove it"
+        raise Refusal(400, fault) from None
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     return body

@@ -18,6 +18,7 @@ from drafts.grammar import _vocabulary  # noqa: E402
 from files.chat import ChatTemplate, chat_template  # noqa: E402
 from files.thinking import behind_thinking, without_opening  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
+from server.bodies import Chat  # noqa: E402
 from server.call_forms import NOTHING, Form, form_of  # noqa: E402
 from server.parameters import RequestReader  # noqa: E402
 from server.tool_calls import Tools, as_taken  # noqa: E402
@@ -400,5 +401,5 @@ def test_a_server_takes_its_own_call_back(name, served):  # noqa: F811
 
 def prompt_of(running, messages: list[dict], **options) -> str:
     reader = RequestReader(running.engine, running.server.config, "demo")
-    asked = reader.read({"messages": messages, "tools": TOOLS, **options}, True)
+    asked = reader.read(Chat, {"messages": messages, "tools": TOOLS, **options})
     return running.engine.tokenizer.decode(asked.prompts[0])

@@ -25,6 +25,7 @@ from drafts.grammar import FORMATS, Grammar, schema_of, without_formats  # noqa:
 from run.generate import encode, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
+from server.bodies import Chat, Completion  # noqa: E402
 from server.options import ServeConfig  # noqa: E402
 from server.parameters import RequestReader  # noqa: E402
 from server.recommended import with_recommended_sampling  # noqa: E402
@@ -79,13 +80,18 @@ def rendered(reader):
 
 
 def prompt(reader, messages, **body) -> list[int]:
-    return reader.read({"messages": messages, **body}, chat=True).prompts[0]
+    return reader.read(Chat, {"messages": messages, **body}).prompts[0]
+
+
+def params(reader, kind, body: dict) -> tuple:
+    """What a request asks of the engine."""
+    return reader.read(kind, body)[1:]
 
 
 def refused(reader, **body) -> str:
     """The message of a refusal."""
     with pytest.raises(Refusal) as error:
-        reader.read({"messages": [USER], **body}, True)
+        reader.read(Chat, {"messages": [USER], **body})
     return str(error.value)
 
 
@@ -166,10 +172,10 @@ def test_a_list_of_no_calls(reader, rendered):
 def test_a_program_names_control_tokens_and_a_user_does_not(reader, rendered):
     tokenizer = reader.engine.tokenizer
     text = "def f(</s>x"
-    completed = reader.read({"prompt": text}, chat=False).prompts[0]
+    completed = reader.read(Completion, {"prompt": text}).prompts[0]
     own = spm.SentencePieceProcessor(model_file=str(Path(DEMO) / "tokenizer.model"))
     assert completed == [own.bos_id(), *own.encode("def f("), own.eos_id(), *own.encode("x")]
-    many = reader.read({"prompt": [text, "a"]}, chat=False).prompts
+    many = reader.read(Completion, {"prompt": [text, "a"]}).prompts
     assert many == [completed, tokenizer.encode("a")]
     engine = reader.engine
     plain = replace(engine, template=None)
@@ -220,13 +226,13 @@ def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
 
 
 def test_values_that_are_off_by_default_act(reader):
-    plain = reader.read({"prompt": "a"}, False).prompts
+    plain = reader.read(Completion, {"prompt": "a"}).prompts
     bare = reader.engine.tokenizer.encode("a", bos=False)
     for name in ("add_special_tokens", "add_bos_token"):
-        assert reader.read({"prompt": "a", name: False}, False).prompts == [bare]
-        assert reader.read({"prompt": "a", name: True}, False).prompts == plain
+        assert reader.read(Completion, {"prompt": "a", name: False}).prompts == [bare]
+        assert reader.read(Completion, {"prompt": "a", name: True}).prompts == plain
     for samples, temperature in ((False, 0), (True, 0.7)):
-        asked = reader.read({"prompt": "a", "do_sample": samples, "temperature": 0.7}, False)
+        asked = reader.read(Completion, {"prompt": "a", "do_sample": samples, "temperature": 0.7})
         assert asked.sampling.temperature == temperature
 
 
@@ -234,13 +240,14 @@ def test_values_that_are_off_by_default_act(reader):
 def test_other_parameters_are_ignored_and_told_once(reader, chat, capsys):
     """Whatever their value, as they change nothing; so are those that are served where they hold nothing."""
     source = {"messages": [USER], "seed": 1} if chat else {"prompt": "a", "seed": 1}
-    plain = reader.read(source, chat)
+    kind = Chat if chat else Completion
+    plain = params(reader, kind, source)
     off = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {"5": 0, "7": 0.0}, "min_tokens": 0}  # fmt: skip
     off |= {"bad_words": [], "allowed_token_ids": None, "guided_json": None, "suffix": "", "top_k": -1, "stop": ""}  # fmt: skip
-    assert reader.read(source | off, chat) == plain and not capsys.readouterr().err
+    assert params(reader, kind, source | off) == plain and not capsys.readouterr().err
     others = {"user": "u", "store": True, f"chat_{chat}\n": {"a": [1]}, "cache_prompt": False}
     for _ in range(2):
-        assert reader.read(source | others, chat) == plain
+        assert params(reader, kind, source | others) == plain
     assert (
         capsys.readouterr().err
         == f"note: ignored in requests: cache_prompt, chat_{chat}\\n, store, user\n"
@@ -273,7 +280,7 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
         "bad_words": ["def", "self."],
         "allowed_token_ids": [281.0, 337, 4026],
     }
-    got = reader.read({"prompt": "a"} | own, False).sampling
+    got = reader.read(Completion, {"prompt": "a"} | own).sampling
     own["dry_sequence_breakers"], own["logit_bias"] = (":",), '{"5": 1}'
     own["bad_words"], own["allowed_token_ids"] = ("def", "self."), "281,337,4026"
     own["repetition_penalty"] = own.pop("repeat_penalty")
@@ -281,15 +288,15 @@ def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
     plain = Sampling()
     config = replace(reader.config, repetition_penalty=1.3)
     other = RequestReader(reader.engine, config, "demo")
-    assert other.read({"prompt": "a"}, False).sampling.repetition_penalty == 1.3
-    assert other.read({"prompt": "a", "repetition_penalty": 1}, False).sampling == plain
+    assert other.read(Completion, {"prompt": "a"}).sampling.repetition_penalty == 1.3
+    assert other.read(Completion, {"prompt": "a", "repetition_penalty": 1}).sampling == plain
 
 
 def test_many_stop_strings(reader):
     stops = [f"</tag{n}>" for n in range(40)]
-    assert reader.read({"prompt": "a", "stop": stops}, False).stops == stops
-    assert reader.read({"prompt": "a", "stop": ["", "b", ""]}, False).stops == ["b"]
-    assert reader.read({"prompt": "a", "stop": ""}, False).stops == []
+    assert reader.read(Completion, {"prompt": "a", "stop": stops}).stops == stops
+    assert reader.read(Completion, {"prompt": "a", "stop": ["", "b", ""]}).stops == ["b"]
+    assert reader.read(Completion, {"prompt": "a", "stop": ""}).stops == []
 
 
 # ------------------------------------------------------------------------------------- JSON schemas

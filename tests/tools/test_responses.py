@@ -12,8 +12,8 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 from test_tool_calls import ASKED, TOOLS, WEATHER, folder, running  # noqa: E402, F401
 
-from server.replies import joined  # noqa: E402
-from server.responses import as_chat  # noqa: E402
+from server.bodies import parsed  # noqa: E402
+from server.responses import ResponseReply, Responses  # noqa: E402
 
 QUESTION = ASKED[0]["content"]
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -116,21 +116,20 @@ def test_a_format(running):  # noqa: F811
 def test_thinking_is_an_item_of_its_own(running):  # noqa: F811
     """Written as the model would, in pieces."""
     from server.batcher import Delta
-    from server.responses import ResponseReply
 
-    asked = running.server.reader.read(as_chat({"input": "a"}), True)
     texts = ["<think>So", " it is.", "</think>\n\nYes", "."]
-    pieces = [Delta(0, text, i + 1, "stop" if i == 3 else None, []) for i, text in enumerate(texts)]
-    streamed, whole = (ResponseReply(asked, {}, "demo", running.engine.tokenizer) for _ in range(2))
-    for piece in pieces:
-        streamed.piece(piece)
-    streamed.end([4])
-    for response in (whole.whole([joined(pieces)]), streamed.response):
-        thought, message = response["output"]
-        assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "So it is.")
-        assert message["content"][0]["text"] == "Yes." and response["status"] == "completed"
-        details = response["usage"]["output_tokens_details"]
-        tokens = running.engine.tokenizer.encode("So it is.", bos=False)
-        assert details["reasoning_tokens"] == len(tokens) > 0
-    back = as_chat({"input": [*ASKED, thought, message, *ASKED]})["messages"][1]
-    assert back == {"role": "assistant", "reasoning_content": "So it is.", "content": "Yes."}
+    reply = ResponseReply(
+        running.server.reader.read(Responses, {"input": "a"}), "demo", running.engine.tokenizer
+    )
+    for i, text in enumerate(texts):
+        reply.piece(Delta(0, text, i + 1, "stop" if i == 3 else None, []))
+    reply.end([4], 0)
+    response = reply.whole()
+    thought, message = response["output"]
+    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "So it is.")
+    assert message["content"][0]["text"] == "Yes." and response["status"] == "completed"
+    details = response["usage"]["output_tokens_details"]
+    tokens = running.engine.tokenizer.encode("So it is.", bos=False)
+    assert details["reasoning_tokens"] == len(tokens) > 0
+    again = parsed(Responses, {"input": [*ASKED, thought, message, *ASKED]}).conversation()[1]
+    assert again == {"role": "assistant", "reasoning_content": "So it is.", "content": "Yes."}

@@ -22,6 +22,7 @@ from helpers import fresh  # noqa: E402
 from run.generate import generate  # noqa: E402
 from run.options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
+from server.bodies import Chat  # noqa: E402
 from server.call_forms import NOTHING, Form, form_of  # noqa: E402
 from server.tool_calls import Finder, Tools, one_call_each  # noqa: E402
 
@@ -372,5 +373,5 @@ def test_a_template_without_tools_is_named(running):
     conversation = [*ASKED, {"role": "assistant", "tool_calls": [CALLED]}, TOLD]
     for body in ({"messages": ASKED, "tools": TOOLS}, {"messages": conversation}):
         with pytest.raises(serve.Refusal, match="chat template vicuna knows no tools") as refused:
-            reader.read(body, True)
+            reader.read(Chat, body)
         assert refused.value.status == 400
