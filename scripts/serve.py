@@ -5,7 +5,7 @@
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
         -d '{"prompt": "def f(", "temperature": 0.8, "seed": 3}'
 
-The server itself is in server/app.py; server/start.py reads the command.
+The server itself is in server/app.py; server/options.py reads the command.
 """
 
 from __future__ import annotations

@@ -107,7 +107,6 @@ class Server:
             Route("/health", self.health),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
-            Route("/v1/fit", self.fit, methods=["POST"]),
         ]
         for path, kinds in ANSWERS.items():
             routes.append(Route(path, partial(self.answer, *kinds), methods=["POST"]))
@@ -152,13 +151,6 @@ class Server:
             raise no_model(asked, self.name)
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt-eagle"}
         return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
-
-    async def fit(self, request: Request) -> Response:
-        """Answer how many of the oldest messages the page leaves out of its next request."""
-        body = await json_body(request, self.config.max_body)
-        async with self.reading:
-            dropped = await asyncio.to_thread(self.reader.dropped_messages, body)
-        return JSONResponse({"dropped": dropped})
 
     async def answer(self, kind: type[Body], writer: type[Reply], request: Request) -> Response:
         """Answer a request for text. kind: of its body; writer: of the answer"""

@@ -248,6 +248,7 @@ class Body(Model):
     draft: bool | None = None
     draft_tokens: Any = None
     trees: bool = False
+    truncation: Literal["auto", "disabled"] = "disabled"
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -333,7 +334,7 @@ class Chat(Body):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message, which is the assistant's."""
+        """Return whether the answer goes on with the last message, which is the assistant's."""
         return self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls
 
     @property
@@ -342,20 +343,29 @@ class Chat(Body):
         return self.top_logprobs if self.logprobs else None
 
     @property
+    def cuts(self) -> list[int]:
+        """How many of the oldest turns may be left out: none, or those before a user's."""
+        first = self.messages[0].role in ("system", "developer")
+        begins = [i for i, turn in enumerate(self.messages[first:]) if turn.role == "user"]
+        return sorted({0, *begins}) if self.truncation == "auto" else [0]
+
+    @property
     def variables(self) -> dict[str, Any]:
         """The variables that the chat template gets beside the messages."""
         thinks = self.think if self.enable_thinking is None else self.enable_thinking
         named = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
         return without_nulls(named) | self.chat_template_kwargs
 
-    def conversation(self) -> list[dict]:
+    def conversation(self, cut: int = 0) -> list[dict]:
         """Return the messages as templates take them: the system's at the start as one.
 
+        cut: of `cuts`
         Raises: Refusal for a result without its call.
         """
         read: list[dict] = []
         names = {}  # of the calls so far, by their ids
-        for message in self.messages:
+        first = self.messages[0].role in ("system", "developer")
+        for message in self.messages[:first] + self.messages[first + cut :]:
             given = message.as_taken
             if message.role == "tool":
                 fault = "a tool message must have the tool_call_id of a call before it"

@@ -1,11 +1,17 @@
-"""The options of serve.py. No torch is imported, so that --help and mistakes come at once."""
+"""The start of scripts/serve.py: options and mistakes without torch, then the server."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from options import load_part, require
 from run.options import GenerateConfig
-from run.parsing import option
+from run.parsing import one_line_errors, option, parse_given
+from run.prompts import read_grammar
+from run.start import with_checked_files
 
 ABOUT = "Serve a model to OpenAI clients."
 
@@ -52,3 +58,20 @@ class ServeConfig(GenerateConfig):
     json: str = option("", "", flag=False)
     trace: str = option("", "", flag=False)
     profile: str = option("", "", flag=False)
+
+
+def main() -> None:
+    """Run the command line. Mistakes that need only a header come before torch is imported."""
+    config, given = parse_given(ServeConfig, "serve.py", ABOUT)
+    with one_line_errors("serve.py"):
+        config.check()
+        for name in ("pydantic", "starlette", "uvicorn"):
+            remedy = "pip install -r scripts/requirements-serve.txt"
+            require(find_spec(name) is not None, f"{name} is missing; {remedy}")
+        with_checked_files(config)
+        read_grammar(config)
+        app = load_part("server", "app")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # a regular exit saves the measurements of --tree auto
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    app.main(config, given)

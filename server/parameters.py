@@ -58,10 +58,11 @@ class RequestParams(NamedTuple):
     draft_limits: list[DraftLimit]  # of each prompt
     thinks: Tags | None  # of the thinking that the prompt opens
     shown: frozenset[int]  # control tokens that have a text: those of tags and calls
+    dropped: int  # of the oldest messages of a chat or tokens of a prompt, for which is no room
 
     @property
     def chat(self) -> bool:
-        """Whether the answers are messages."""
+        """Return whether the answers are messages."""
         return isinstance(self.body, Chat)
 
     @property
@@ -103,15 +104,11 @@ class RequestReader:
         count = 1 if chat else len(asked.prompt)
         self._check_capacity(count * asked.n)  # before they are tokenized
         guide = self._grammar(asked, tools)
-        thinks = None
         try:
             if chat:
-                text = self._rendered(asked, tools, guide is not None)
-                thinks = opened_by(text)
-                prompts = [self.engine.tokenizer.encode(text, self.engine.template.bos, True)]
+                prompts, thinks, dropped = self._of_chat(asked, tools, guide is not None)
             else:
-                bos = asked.add_special_tokens and asked.add_bos_token
-                prompts = [self._ids(prompt, bos) for prompt in asked.prompt]
+                prompts, thinks, dropped = self._of_completion(asked)
             for ids in prompts:
                 check_ids(ids, self.engine.target.config, self.engine.context)
         except ValueError as error:
@@ -129,41 +126,8 @@ class RequestReader:
             self._drafts(asked, count),
             thinks,
             self._shown(chat, tools),
+            dropped,
         )
-
-    def dropped_messages(self, body: Any) -> int:
-        """Count the oldest messages to leave out, so that there is room for an answer.
-
-        A client of the API is refused where its messages do not fit the context. The page asks
-        first, and goes by the rule of the terminal.
-
-        body: a request with `messages`, a system message first or none; without a chat template
-            the texts make up one prompt
-        Raises: Refusal where even the last turn is refused.
-        """
-        options = dict(body) if isinstance(body, dict) else {}
-        messages = options.pop("messages", None)
-        are_messages = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-        need(are_messages, "messages must be a list of objects", "messages")
-        system = [message for message in messages[:1] if message.get("role") == "system"]
-        turns = messages[len(system) :]
-        begins = [i for i, turn in enumerate(turns) if turn.get("role") == "user"] or [0]
-        context = self.engine.context
-        for begin in begins:
-            kind: type[Body] = Chat
-            source: dict[str, Any] = {"messages": system + turns[begin:]}
-            if self.engine.template is None:
-                kind = Completion
-                source = {"prompt": "".join(str(turn.get("content")) for turn in turns[begin:])}
-            try:
-                asked = self.read(kind, options | source)
-            except Refusal:
-                if begin == begins[-1]:
-                    raise
-                continue
-            if len(asked.prompts[0]) + answer_room(asked.most, context) <= context:
-                break
-        return begin
 
     def _tell_ignored(self, names: frozenset[str]) -> None:
         """Name the parameters of a request that are not served, once for each set of them."""
@@ -254,13 +218,35 @@ class RequestReader:
         """Compile a grammar. source: a text in Lark or a schema, as JSON"""
         return compile_grammars(self.engine, json.loads(source), 1)[0]
 
-    def _ids(self, prompt: Any, bos: bool) -> list[int]:
-        """Return the ids of a prompt, a text or token ids. bos: a text begins with that token"""
-        if isinstance(prompt, str):
-            return self.engine.tokenizer.encode(prompt, bos=bos, special=True)
-        fault = "prompt must be a text, a list of token ids, or a list of either"
-        require(isinstance(prompt, list) and all(type(id) is int for id in prompt), fault)
-        return prompt
+    def _room(self, asked: Body) -> int:
+        """Return the tokens of a prompt that leave room for an answer, as on the terminal."""
+        return self.engine.context - answer_room(self._most(asked), self.engine.context)
+
+    def _of_completion(self, asked: Completion) -> tuple[list[list[int]], None, int]:
+        """Return the ids of the prompts, and how many of the first ones' are left out at most."""
+        bos = asked.add_special_tokens and asked.add_bos_token
+        prompts = []
+        dropped = [0]
+        for ids in asked.prompt:
+            if isinstance(ids, str):
+                ids = self.engine.tokenizer.encode(ids, bos=bos, special=True)
+            fault = "prompt must be a text, a list of token ids, or a list of either"
+            require(isinstance(ids, list) and all(type(id) is int for id in ids), fault)
+            if asked.truncation == "auto":
+                dropped.append(max(len(ids) - self._room(asked), 0))
+            prompts.append(ids[dropped[-1] :])
+        return prompts, None, max(dropped)
+
+    def _of_chat(
+        self, asked: Chat, tools: Tools | None, guided: bool
+    ) -> tuple[list[list[int]], Tags | None, int]:
+        """Return the ids of a chat, the thinking that it opens, and the turns that are left out."""
+        for cut in asked.cuts:
+            text = self._rendered(asked, cut, tools, guided)
+            ids = self.engine.tokenizer.encode(text, self.engine.template.bos, True)
+            if len(ids) <= self._room(asked):
+                break
+        return [ids], opened_by(text), cut
 
     def _shown(self, chat: bool, tools: Tools | None) -> frozenset[int]:
         """Return the control tokens that have a text in an answer."""
@@ -270,15 +256,15 @@ class RequestReader:
         of_calls = tools.form.controls.values() if tools else ()
         return tags | ({*of_calls} - {*self.engine.eos_ids})
 
-    def _rendered(self, asked: Chat, tools: Tools | None, guided: bool) -> str:
+    def _rendered(self, asked: Chat, cut: int, tools: Tools | None, guided: bool) -> str:
         """Render a chat up to the answer: a system message or none, then what the template takes.
 
-        guided: a grammar begins with the answer
+        cut: turns that are left out; guided: a grammar begins with the answer
         """
         engine = self.engine
         if engine.config.chat in (None, NO_TEMPLATE):
             raise ValueError("this model has no chat template here; ask for completions")
-        messages = asked.conversation()
+        messages = asked.conversation(cut)
         begun = messages.pop()["content"] if asked.continues else ""
         require(messages != [], "there is no message before the assistant's; send the user's, too")
         # a template without calls is refused

@@ -94,7 +94,7 @@ class Reply:
             "created": int(time.time()),
             "model": model,
             "seed": asked.seed,
-        }
+        } | ({"dropped": asked.dropped} if asked.dropped else {})
 
     def begin(self) -> str:
         """Return the first events."""

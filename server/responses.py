@@ -33,9 +33,18 @@ REPEATED = {
     "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tools": [],
     "tool_choice": "auto", "reasoning": None, "text": {"format": {"type": "text"}},
 }  # fmt: skip
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of items' ids
+# kinds of output items: before an id, the name of events, the field that grows, further fields, and
+# the part of the item that has the field; none: the item itself
+ITEMS: dict[str, tuple[str, str, str, dict, dict]] = {
+    "reasoning": ("rs", "reasoning_text", "text", {"summary": []}, {"type": "reasoning_text"}),
+    "message": (
+        "msg", "output_text", "text", {"role": "assistant"},
+        {"type": "output_text", "annotations": []},
+    ),
+    "function_call": ("fc", "function_call_arguments", "arguments", {}, {}),
+}  # fmt: skip
 # names that change nothing here, or that `Responses` has read
-READ = {"input", "instructions", "include", "reasoning", "text", "truncation", "background"}
+READ = {"input", "instructions", "include", "reasoning", "text", "background"}
 
 
 class Responses(Chat):
@@ -164,7 +173,7 @@ class ResponseReply(ChatReply):
             "seed": asked.seed,
             "previous_response_id": None,
             "store": False,
-            "truncation": "disabled",
+            "truncation": asked.body.truncation,
             "usage": None,
             **asked.body.repeated,
         }
@@ -184,9 +193,12 @@ class ResponseReply(ChatReply):
             events += self._grow("reasoning", part.thought)
         if part.content or (piece.reason and not self.output and not self.asked.tools):
             scored = [] if self.asked.body.likeliest is None else piece.scored
-            events += self._grow("message", part.content, self.logprobs(scored)["content"])
+            logprobs = self.logprobs(scored)["content"]
+            events += self._grow("message", part.content, logprobs=logprobs)
         for call in part.calls:
-            events += self._call(call)
+            called = {"call_id": call["id"], "name": call["function"]["name"]}
+            events += self._close() + self._open("function_call", **called, arguments="")
+            events += self._grow("function_call", call["function"]["arguments"]) + self._close()
         if piece.reason:
             self.response["status"] = "completed" if piece.reason == "stop" else "incomplete"
         return events
@@ -229,49 +241,29 @@ class ResponseReply(ChatReply):
         return self._event(f"response.{kind}", **number, **fields)
 
     def _open(self, kind: str, **fields: Any) -> str:
-        """End the open item, if there is one, and begin another. Returns: the events"""
-        events = self._close()
-        item = {
-            "type": kind,
-            "id": f"{PREFIXES[kind]}_{new_id()}",
-            "status": "in_progress",
-            **fields,
-        }
+        """Begin an item. Returns: the events"""
+        prefix, *_ = ITEMS[kind]
+        item = {"type": kind, "id": f"{prefix}_{new_id()}", "status": "in_progress", **fields}
         self.output.append(item)
-        return events + self._of_item("output_item.added", item=item)
+        return self._of_item("output_item.added", item=item)
 
-    def _grow(self, kind: str, text: str, logprobs: list | None = None) -> str:
+    def _grow(self, kind: str, text: str, **further: list) -> str:
         """Add text to the open item of a kind, which may have to be begun.
 
-        logprobs: of a message
+        further: lists that grow with the text
         Returns: the events
         """
+        _, name, field, fields, part = ITEMS[kind]
         events = ""
         if not (self._is_open and self.output[-1]["type"] == kind):
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            fields: dict[str, Any] = {"summary": []}
-            if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                fields = {"role": "assistant"}
-            events = self._open(kind, **fields, content=[])
+            part = {**part, field: "", **dict.fromkeys(further, [])}
+            events = self._close() + self._open(kind, **fields, content=[])
             events += self._of_item("content_part.added", content_index=0, part=part)
             self.output[-1]["content"].append(part)
-        part = self.output[-1]["content"][0]
-        further = {} if logprobs is None else {"logprobs": logprobs}
-        part.update(sum_of(part, {"text": text, **further}))
-        return events + self._of_item(
-            f"{part['type']}.delta", content_index=0, delta=text, **further
-        )
-
-    def _call(self, call: dict) -> str:
-        """Add a call. Returns: its events."""
-        name = call["function"]["name"]
-        arguments = call["function"]["arguments"]
-        events = self._open("function_call", call_id=call["id"], name=name, arguments="")
-        self.output[-1]["arguments"] = arguments
-        events += self._of_item("function_call_arguments.delta", delta=arguments)
-        done = {"arguments": arguments, "name": name}
-        return events + self._of_item("function_call_arguments.done", **done) + self._close()
+        whole = (self.output[-1].get("content") or [self.output[-1]])[0]
+        whole.update(sum_of(whole, {field: text, **further}))
+        index = {"content_index": 0} if "content" in self.output[-1] else {}
+        return events + self._of_item(f"{name}.delta", **index, delta=text, **further)
 
     def _close(self, status: str = "completed") -> str:
         """End the open item, if there is one. Returns: its events."""
@@ -279,14 +271,16 @@ class ResponseReply(ChatReply):
             return ""
         item = self.output[-1]
         item["status"] = status
-        events = ""
+        _, name, field, *_ = ITEMS[item["type"]]
+        if "content" not in item:
+            events = self._of_item(f"{name}.done", **{key: item[key] for key in (field, "name")})
         for part in item.get("content", ()):
-            done = {name: part[name] for name in ("text", "logprobs") if name in part}
-            events += self._of_item(f"{part['type']}.done", content_index=0, **done)
+            done = {key: part[key] for key in (field, "logprobs") if key in part}
+            events = self._of_item(f"{name}.done", content_index=0, **done)
             events += self._of_item("content_part.done", content_index=0, part=part)
         return events + self._of_item("output_item.done", item=item)
 
     @property
     def _is_open(self) -> bool:
-        """Whether the last item is open."""
+        """Return whether the last item is open."""
         return bool(self.output) and self.output[-1]["status"] == "in_progress"

@@ -250,33 +250,6 @@ def test_a_full_context_drops_the_oldest_turns(page, running):
     assert page.run("document.querySelectorAll('.full').length") == 1, "a reload keeps it"
 
 
-def test_the_messages_that_fit(running):
-    """What a client may ask of it; a single turn that is too long is refused as elsewhere."""
-
-    def fit(**body) -> tuple[int, dict]:
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/fit", json.dumps(body), headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-
-    turn = {"role": "user", "content": "x = 1\n" * 60}
-    answer = {"role": "assistant", "content": "y = 2\n" * 60}
-    system = {"role": "system", "content": "Be brief."}
-    history = [turn, answer] * 8 + [turn]
-    assert fit(messages=[turn], max_tokens=2000) == (200, {"dropped": 0})
-    status, told = fit(messages=[system, *history], max_tokens=2000)
-    assert status == 200 and 0 < told["dropped"] < 16 and told["dropped"] % 2 == 0
-    more = fit(messages=[system, *history], max_tokens=10)[1]["dropped"]
-    assert more < told["dropped"], "a short answer needs less room"
-    kept = [system, *history[told["dropped"] :]]
-    assert fit(messages=kept, max_tokens=2000) == (200, {"dropped": 0})
-    for bad in ({"messages": 5}, {}, {"messages": [turn], "temperature": -1}):
-        assert fit(**bad)[0] == 400
-    too_long = {"role": "user", "content": "x = 1\n" * 1500}
-    assert fit(messages=[turn, answer, too_long])[0] == 400
-
-
 @in_a_browser
 def test_a_click_shows_the_tree_of_a_cycle(page):
     """Its accepted nodes are the text of the cycle, but for the root; a second click closes it."""

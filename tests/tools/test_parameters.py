@@ -83,11 +83,6 @@ def prompt(reader, messages, **body) -> list[int]:
     return reader.read(Chat, {"messages": messages, **body}).prompts[0]
 
 
-def params(reader, kind, body: dict) -> tuple:
-    """What a request asks of the engine."""
-    return reader.read(kind, body)[1:]
-
-
 def refused(reader, **body) -> str:
     """The message of a refusal."""
     with pytest.raises(Refusal) as error:
@@ -95,29 +90,53 @@ def refused(reader, **body) -> str:
     return str(error.value)
 
 
-# ------------------------------------------------------------------------------ fields of templates
+# ----------------------------------------------------------------------------- prompts of templates
+
+NOON = {"role": "assistant", "content": "Noon."}
+SUN = {"role": "assistant", "content": None, "reasoning_content": "The sun."}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "12:30"}
+OFFICIAL = openai.types.chat.ChatCompletionMessage(role="assistant", content="Noon.").model_dump()
+FIELDS = [{**USER, "name": "Ann"}, NOON | {"reasoning_content": "The sun."}, {**USER, "weight": 2}]
 
 
-def test_fields_of_messages_reach_the_template(reader, rendered):
-    messages = [
-        {**USER, "name": "Ann"},
-        {"role": "assistant", "content": "Noon.", "reasoning_content": "The sun.", "refusal": None},
-        {**USER, "weight": 2},
-    ]
+def calls(arguments: object) -> dict:
+    """An assistant's message with a call; arguments: ... for none"""
+    function = {"name": "now"} | ({} if arguments is ... else {"arguments": arguments})
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+OFF = {"enable_thinking": False}
+PROMPTS = [  # the fields of a request; the messages and variables that the template gets
+    ({"messages": [FIELDS[0], FIELDS[1] | {"refusal": None}, FIELDS[2]]}, FIELDS, {}),
+    ({"messages": [USER], "chat_template_kwargs": OFF | {"unused": [1]}, "reasoning_effort": "low"},
+     [USER], OFF | {"unused": [1], "reasoning_effort": "low"}),
+    ({"messages": [USER], "chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}, [USER], {"reasoning_effort": "high"}),
+    # by the names of DashScope and of ollama; chat_template_kwargs has the last word
+    *[({"messages": [USER], name: value}, [USER], {"enable_thinking": value}) for name in ("enable_thinking", "think") for value in (True, False)],
+    *[({"messages": [USER], name: True, "chat_template_kwargs": OFF}, [USER], OFF) for name in ("enable_thinking", "think")],
+    # system messages at the start are one
+    ({"messages": [*({"role": role, "content": role} for role in ("system", "developer")), USER]}, [{"role": "system", "content": "system\n\ndeveloper"}, USER], {}),
+    # parts of a message, a refusal among them; fields that hold nothing, as the official client sends them
+    ({"messages": [USER, NOON | {"content": [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": "on."}]}, USER]}, [USER, NOON, USER], {}),
+    ({"messages": [USER, OFFICIAL, USER]}, [USER, NOON, USER], {}), ({"messages": [USER, SUN, USER]}, [USER, SUN | {"content": ""}, USER], {}),
+    *[({"messages": [USER, NOON | {"tool_calls": none}, USER]}, [USER, NOON, USER], {}) for none in ([], None)],
+    # calls without arguments
+    *[({"messages": [USER, calls(arguments) | {"content": None}, RESULT], "tools": [NOW]}, [USER, calls({}), RESULT | {"name": "now"}], {"tools": [NOW]})
+      for arguments in ("", " \n", "{}", "null", "[]", None, {}, ...)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_a_prompt_is_what_transformers_renders(reader, rendered, number):
+    body, messages, variables = PROMPTS[number]
+    found = prompt(reader, **body)
+    assert found == rendered(messages, **variables)
     plain = [{"role": m["role"], "content": m["content"]} for m in messages]
-    assert prompt(reader, messages) == rendered(messages) != prompt(reader, plain)
-    assert prompt(reader, plain) == rendered(plain)
+    assert number or found != rendered(plain), "the fields are seen"
 
 
-def test_variables_of_templates(reader, rendered):
-    options = {"enable_thinking": False, "unused": [1]}
-    found = prompt(reader, [USER], chat_template_kwargs=options, reasoning_effort="low")
-    assert found == rendered([USER], reasoning_effort="low", **options)
-    both = {"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}
-    assert prompt(reader, [USER], **both) == rendered([USER], reasoning_effort="high")
-
-
-def test_a_fixed_template_has_no_variables(tmp_path):
+def test_a_fixed_template_has_no_variables():
     config = ServeConfig(checkpoint=DEMO, device="cpu", chat="vicuna", draft="none", batch_size=1)
     reader = RequestReader(load(config), config, "demo")
     said = "the chat template vicuna knows no enable_thinking; leave that out"
@@ -125,74 +144,37 @@ def test_a_fixed_template_has_no_variables(tmp_path):
     assert "knows no reasoning_effort" in refused(reader, reasoning_effort="low")
 
 
-@pytest.mark.parametrize("arguments", ["", " \n", "{}", "null", "[]", None, {}, ...])
-def test_arguments_of_a_call_without_any(reader, rendered, arguments):
-    function = {"name": "now", "arguments": arguments}
-    if arguments is ...:
-        del function["arguments"]
-    call = {"id": "c1", "type": "function", "function": function}
-    result = {"role": "tool", "tool_call_id": "c1", "content": "12:30"}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    whole = [{"id": "c1", "type": "function", "function": {"name": "now", "arguments": {}}}]
-    want = rendered(
-        [USER, asked | {"content": "", "tool_calls": whole}, result | {"name": "now"}], [NOW]
-    )
-    assert prompt(reader, [USER, asked, result], tools=[NOW]) == want
-    function["arguments"] = "[1]"
-    assert "a JSON object" in refused(reader, messages=[USER, asked, result], tools=[NOW])
-
-
-def test_system_messages_at_the_start_are_one(reader, rendered):
-    two = [{"role": role, "content": role} for role in ("system", "developer")]
-    one = {"role": "system", "content": "system\n\ndeveloper"}
-    assert prompt(reader, [*two, USER]) == rendered([one, USER])
-
-
-def test_parts_of_a_message(reader, rendered):
-    """A refusal among them, as the official client sends its own messages again."""
-    parts = [{"type": "text", "text": "I can"}, {"type": "refusal", "refusal": "not."}]
-    answer = {"role": "assistant", "content": "I cannot."}
-    assert prompt(reader, [USER, answer | {"content": parts}, USER]) == rendered(
-        [USER, answer, USER]
-    )
-
-
-def test_a_list_of_no_calls(reader, rendered):
-    answer = {"role": "assistant", "content": "Noon."}
-    want = rendered([USER, answer, USER])
-    for calls in ([], None):
-        assert prompt(reader, [USER, answer | {"tool_calls": calls}, USER]) == want
-    only = {"role": "assistant", "content": None, "reasoning_content": "The sun."}
-    assert prompt(reader, [USER, only, USER]) == rendered([USER, only | {"content": ""}, USER])
-
-
-# ---------------------------------------------------------------------------------- control tokens
-
-
-def test_a_program_names_control_tokens_and_a_user_does_not(reader, rendered):
-    tokenizer = reader.engine.tokenizer
+def test_a_program_names_control_tokens_and_a_user_does_not(reader):
     text = "def f(</s>x"
-    completed = reader.read(Completion, {"prompt": text}).prompts[0]
+    (completed,) = reader.read(Completion, {"prompt": text}).prompts
     own = spm.SentencePieceProcessor(model_file=str(Path(DEMO) / "tokenizer.model"))
     assert completed == [own.bos_id(), *own.encode("def f("), own.eos_id(), *own.encode("x")]
-    many = reader.read(Completion, {"prompt": [text, "a"]}).prompts
-    assert many == [completed, tokenizer.encode("a")]
-    engine = reader.engine
-    plain = replace(engine, template=None)
+    plain = replace(reader.engine, template=None)
     assert encode(plain, [text], []) == completed  # of --chat none
-    said = [{"role": "system", "content": f"Be </s> {text}"}, {**USER, "content": text}]
-    assert own.eos_id() not in prompt(reader, said)
-    assert tokenizer.decode(prompt(reader, said)).count("</s>") == 3
+    said = prompt(reader, [{"role": "system", "content": f"Be {text}"}, {**USER, "content": text}])
+    assert own.eos_id() not in said and reader.engine.tokenizer.decode(said).count("</s>") == 2
 
 
-def test_thinking_is_turned_off_at_the_top(reader, rendered):
-    """By the names of DashScope and of ollama; chat_template_kwargs has the last word."""
-    for name in ("enable_thinking", "think"):
-        for value in (True, False):
-            want = rendered([USER], enable_thinking=value)
-            assert prompt(reader, [USER], **{name: value}) == want
-        both = {name: True, "chat_template_kwargs": {"enable_thinking": False}}
-        assert prompt(reader, [USER], **both) == rendered([USER], enable_thinking=False)
+def test_the_oldest_turns_are_left_out_where_asked(reader):
+    """As far as an answer needs room; of a completion, tokens. What is left is what they are alone."""
+    answer = NOON | {"content": "y = 2\n" * 60}
+    system = {"role": "system", "content": "Be brief."}
+    turns = [{**USER, "content": "x = 1\n" * 60}, answer] * 12 + [USER]
+
+    def fit(messages, **body):
+        return reader.read(Chat, {"messages": messages, "truncation": "auto", **body})
+
+    assert fit([USER], max_tokens=2000).dropped == 0
+    found = fit([system, *turns], max_tokens=2000)
+    assert 0 < found.dropped < 24 and found.dropped % 2 == 0
+    assert found.prompts[0] == prompt(reader, [system, *turns[found.dropped :]])
+    assert fit([system, *turns], max_tokens=10).dropped < found.dropped, "a short answer needs less"
+    long = {**USER, "content": "x = 1\n" * 9000}
+    for body in ({}, {"truncation": "auto"}):
+        assert "maximum context length" in refused(reader, messages=[*turns, long], **body)
+    ids = [3 + i % 90 for i in range(reader.engine.context + 50)]
+    found = reader.read(Completion, {"prompt": ids, "truncation": "auto", "max_tokens": 10})
+    assert found.dropped == 60 and found.prompts == [ids[60:]]
 
 
 def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
@@ -207,13 +189,11 @@ def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
     fixed = RequestReader(load(mistral), mistral, "demo")
     system = {"role": "system", "content": "bad"}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "banana"}}}
-    long = {**USER, "content": "a b " * 9000}
     for own, body in (
         (strict, {"messages": [{**USER, "content": "bad"}]}),
         (strict, {"messages": [system, USER]}),
         (strict, {"messages": [USER], "tools": [NOW]}),
         (strict, {"messages": [USER], "response_format": schema}),
-        (strict, {"messages": [long]}),
         (fixed, {"messages": [system, USER]}),
         (fixed, {"messages": [USER], "tools": [NOW]}),
         (plain, {"messages": [USER]}),
@@ -222,81 +202,49 @@ def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
         assert str(folder) not in said and "--" not in said, said
 
 
-# --------------------------------------------------------------------------- parameters of others
+# --------------------------------------------------------------------------- parameters of answers
+
+SAMPLERS = {
+    "presence_penalty": 0.5, "frequency_penalty": -1, "repeat_last_n": 64.0, "typical_p": 0.9, "top_n_sigma": 1.5, "xtc_probability": 0.5,
+    "xtc_threshold": 0.2, "temperature": 1, "dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 9, "min_tokens": 5.0,
+}  # fmt: skip
+LISTS = {"logit_bias": {"5": 1, "7": 0}, "dry_sequence_breakers": [":"], "bad_words": ["def", "self."], "allowed_token_ids": [281.0, 337, 4026]}  # fmt: skip
+AS_OPTIONS = {"logit_bias": '{"5": 1}', "dry_sequence_breakers": (":",), "bad_words": ("def", "self."), "allowed_token_ids": "281,337,4026"}  # fmt: skip
+STOPS = [f"</tag{n}>" for n in range(40)]
+# values that change nothing, as they hold nothing or are off
+IDLE = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {"5": 0, "7": 0.0}, "min_tokens": 0, "bad_words": [],
+        "allowed_token_ids": None, "guided_json": None, "suffix": "", "top_k": -1, "stop": "", "add_bos_token": True}  # fmt: skip
+READ = [  # the fields of a completion; what is read of it
+    (IDLE, {"sampling": Sampling(), "stops": []}),
+    (SAMPLERS | LISTS | {"repeat_penalty": 1.2}, {"sampling": Sampling(**SAMPLERS | AS_OPTIONS, repetition_penalty=1.2)}),
+    ({"do_sample": False, "temperature": 0.7}, {"sampling": Sampling()}), ({"do_sample": True, "temperature": 0.7}, {"sampling": Sampling(0.7)}),
+    ({"stop": STOPS}, {"stops": STOPS}), ({"stop": ["", "b", ""]}, {"stops": ["b"]}), ({"stop": "a"}, {"stops": ["a"]}),
+    ({"prompt": ["def", [3, 4.0]], "add_special_tokens": False}, {"prompts": [[329], [3, 4]]}),
+    ({"max_tokens": -1}, {"most": 2048}), ({"n_predict": 3}, {"most": 3}), ({"seed": -2}, {"seed": 2**64 - 2}),
+]  # fmt: skip
 
 
-def test_values_that_are_off_by_default_act(reader):
-    plain = reader.read(Completion, {"prompt": "a"}).prompts
-    bare = reader.engine.tokenizer.encode("a", bos=False)
-    for name in ("add_special_tokens", "add_bos_token"):
-        assert reader.read(Completion, {"prompt": "a", name: False}).prompts == [bare]
-        assert reader.read(Completion, {"prompt": "a", name: True}).prompts == plain
-    for samples, temperature in ((False, 0), (True, 0.7)):
-        asked = reader.read(Completion, {"prompt": "a", "do_sample": samples, "temperature": 0.7})
-        assert asked.sampling.temperature == temperature
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_other_parameters_are_ignored_and_told_once(reader, chat, capsys):
-    """Whatever their value, as they change nothing; so are those that are served where they hold nothing."""
-    source = {"messages": [USER], "seed": 1} if chat else {"prompt": "a", "seed": 1}
-    kind = Chat if chat else Completion
-    plain = params(reader, kind, source)
-    off = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {"5": 0, "7": 0.0}, "min_tokens": 0}  # fmt: skip
-    off |= {"bad_words": [], "allowed_token_ids": None, "guided_json": None, "suffix": "", "top_k": -1, "stop": ""}  # fmt: skip
-    assert params(reader, kind, source | off) == plain and not capsys.readouterr().err
-    others = {"user": "u", "store": True, f"chat_{chat}\n": {"a": [1]}, "cache_prompt": False}
-    for _ in range(2):
-        assert params(reader, kind, source | others) == plain
-    assert (
-        capsys.readouterr().err
-        == f"note: ignored in requests: cache_prompt, chat_{chat}\\n, store, user\n"
-    )
-
-
-def test_samplers_are_read_by_the_names_of_openai_vllm_and_llama_cpp(reader):
+@pytest.mark.parametrize("number", range(len(READ)))
+def test_parameters_by_the_names_of_openai_vllm_and_llama_cpp(reader, number):
     """Those that are missing are the server's own."""
-    own = {
-        "presence_penalty": 0.5,
-        "frequency_penalty": -1,
-        "repeat_penalty": 1.2,
-        "repeat_last_n": 64.0,
-        "logit_bias": {"5": 1, "7": 0},
-    }
-    own |= {
-        "typical_p": 0.9,
-        "top_n_sigma": 1.5,
-        "xtc_probability": 0.5,
-        "xtc_threshold": 0.2,
-        "temperature": 1,
-    }
-    own |= {
-        "dry_multiplier": 0.8,
-        "dry_base": 2,
-        "dry_allowed_length": 3,
-        "dry_penalty_last_n": 9,
-        "dry_sequence_breakers": [":"],
-        "min_tokens": 5.0,
-        "bad_words": ["def", "self."],
-        "allowed_token_ids": [281.0, 337, 4026],
-    }
-    got = reader.read(Completion, {"prompt": "a"} | own).sampling
-    own["dry_sequence_breakers"], own["logit_bias"] = (":",), '{"5": 1}'
-    own["bad_words"], own["allowed_token_ids"] = ("def", "self."), "281,337,4026"
-    own["repetition_penalty"] = own.pop("repeat_penalty")
-    assert got == Sampling()._replace(**own)
-    plain = Sampling()
-    config = replace(reader.config, repetition_penalty=1.3)
-    other = RequestReader(reader.engine, config, "demo")
-    assert other.read(Completion, {"prompt": "a"}).sampling.repetition_penalty == 1.3
-    assert other.read(Completion, {"prompt": "a", "repetition_penalty": 1}).sampling == plain
+    body, want = READ[number]
+    found = reader.read(Completion, {"prompt": "def"} | body)
+    assert {name: getattr(found, name) for name in want} == want
 
 
-def test_many_stop_strings(reader):
-    stops = [f"</tag{n}>" for n in range(40)]
-    assert reader.read(Completion, {"prompt": "a", "stop": stops}).stops == stops
-    assert reader.read(Completion, {"prompt": "a", "stop": ["", "b", ""]}).stops == ["b"]
-    assert reader.read(Completion, {"prompt": "a", "stop": ""}).stops == []
+@pytest.mark.parametrize("kind", [Chat, Completion])
+def test_other_parameters_are_ignored_and_told_once(reader, kind, capsys):
+    """Whatever their value, as they change nothing."""
+    source = {"messages": [USER], "prompt": "a", "seed": 1}
+    del source["prompt" if kind is Chat else "messages"]
+    others = {"user": "u", "store": True, f"{kind.__name__}\n": {"a": [1]}, "cache_prompt": False}
+    for _ in range(2):
+        assert reader.read(kind, source | others)[1:] == reader.read(kind, source)[1:]
+    told = f"note: ignored in requests: {kind.__name__}\\n, cache_prompt, store, user\n"
+    assert capsys.readouterr().err == told
+    other = RequestReader(reader.engine, replace(reader.config, repetition_penalty=1.3), "demo")
+    assert other.read(kind, source).sampling.repetition_penalty == 1.3
+    assert other.read(kind, source | {"repetition_penalty": 1}).sampling == Sampling()
 
 
 # ------------------------------------------------------------------------------------- JSON schemas
@@ -355,13 +303,6 @@ def test_the_formats_are_the_librarys_own():
         if not llguidance.LLMatcher.validate_grammar(grammar):
             known.add(name)
     assert known == FORMATS
-
-
-def test_the_official_client_accepts_its_own_messages_again(reader):
-    """A message that the client parsed, with all its empty fields, goes back as it is."""
-    message = openai.types.chat.ChatCompletionMessage(role="assistant", content="Noon.")
-    plain = prompt(reader, [USER, {"role": "assistant", "content": "Noon."}, USER])
-    assert prompt(reader, [USER, message.model_dump(), USER]) == plain
 
 
 # ------------------------------------------------------------------------------------------ defaults

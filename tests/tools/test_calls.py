@@ -1,8 +1,9 @@
-"""Calls in the forms of the models of 2026: learned from a template, found in a text, forced, and taken back."""
+"""Calls in the forms that published templates write: learned from a template, found in a text, forced, and taken back."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 pytest.importorskip("openai")
 from llguidance import LLMatcher, grammar_from  # noqa: E402
+from test_chat import CHECKPOINTS, template_of  # noqa: E402
 from test_thinking import ask, served  # noqa: E402, F401 (a fixture)
+from test_tokenizer import CONTROLS as BYTES  # noqa: E402
 from test_tokenizer import build_json, write  # noqa: E402
-from test_tool_calls import ASKED, in_parts, tool  # noqa: E402
+from test_tool_calls import ASKED, OPENS, WEATHER, tool  # noqa: E402
 
 from drafts.grammar import _vocabulary  # noqa: E402
 from files.chat import ChatTemplate, chat_template  # noqa: E402
@@ -21,7 +24,7 @@ from files.tokenizer import Tokenizer  # noqa: E402
 from server.bodies import Chat  # noqa: E402
 from server.call_forms import NOTHING, Form, form_of  # noqa: E402
 from server.parameters import RequestReader  # noqa: E402
-from server.tool_calls import Tools, as_taken  # noqa: E402
+from server.tool_calls import Finder, Tools, as_taken, one_call_each  # noqa: E402
 
 # What published templates write around calls; the rest of them is left out.
 EACH_CALL = "{%- for call in message.tool_calls or [] %}{%- set call = call.function %}"
@@ -202,6 +205,14 @@ TEMPLATES = {
         ("deepseek", DEEPSEEK), ("gemma", GEMMA), ("lfm2.5", LFM2), ("lfm2", DROPS)]
 }  # fmt: skip
 CONTROLS = ["<s>", "[ARGS]", "<|message|>", "<|constrain|>", "<|tool_call_start|>"]
+# as test_a_template_shows_how_calls_are_written finds them
+OBJECTS = {
+    "qwen2.5": Form(
+        kind="object", opening="<tool_call>\n", key="arguments", closing="\n</tool_call>"
+    ),
+    "llama3.1": Form(kind="object", opening="", key="parameters", closing="", several=False),
+    "mistral-v0.3": Form(kind="object", opening="[TOOL_CALLS] [", key="arguments", closing="]"),
+}
 WRITE = {
     "type": "object",
     "properties": {
@@ -216,8 +227,8 @@ WRITE = {
     "additionalProperties": False,
     "$defs": {"Mode": {"enum": ["new", "old"], "type": "string"}},
 }  # fmt: skip
-TOOLS = [tool("write", parameters=WRITE), tool("write_all"), tool("now")]
-SCHEMAS = {"write": WRITE, "write_all": NOTHING, "now": NOTHING}
+TOOLS = [tool("write", parameters=WRITE), tool("write_all"), tool("now"), tool("weather")]
+SCHEMAS = {"write": WRITE, "write_all": NOTHING, "now": NOTHING, "weather": WEATHER}
 TEXT = '\n  def f(x):\n    return "it\'s", "</a>", {x}  # 5 < 6\n'
 ARGUMENTS = {
     "path": "12",
@@ -229,13 +240,103 @@ ARGUMENTS = {
 }
 
 
+# --------------------------------------------------------------------------------- of the template
+
+
+def loaded(tmp_path, text: str, names: list[str], special: dict) -> tuple[ChatTemplate, Tokenizer]:
+    """A template with a tokenizer that has some control tokens."""
+    path = build_json(tmp_path, names, bos=False)
+    write(path, "tokenizer_config.json", special)
+    write(path, "chat_template.jinja", text)
+    tokenizer = Tokenizer.load(path)
+    return chat_template(path, tokenizer), tokenizer
+
+
+def real(tmp_path, name: str, text: str = "") -> tuple[ChatTemplate, Tokenizer]:
+    """A published template, or a text like it, with its control tokens."""
+    special, _ = CHECKPOINTS[name]
+    names = dict.fromkeys([*special.values(), "<|im_start|>", "[TOOL_CALLS]", *BYTES])
+    return loaded(tmp_path, text or template_of(name), list(names), special)
+
+
 def model(tmp_path, name: str) -> tuple[ChatTemplate, Form]:
-    path = build_json(tmp_path, CONTROLS, bos=False)
-    write(path, "tokenizer_config.json", {})
-    write(path, "chat_template.jinja", TEMPLATES[name])
+    template, tokenizer = loaded(tmp_path, TEMPLATES[name], CONTROLS, {})
+    return template, form_of(template, tokenizer)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_template_shows_how_calls_are_written(name, tmp_path):
+    template, tokenizer = real(tmp_path, name)
+    control = ["[TOOL_CALLS]"] if name.startswith("mistral") else []
+    controls = {name: tokenizer.id_of(name) for name in control}
+    found = form_of(template, tokenizer)
+    assert found == replace(OBJECTS[name], controls=controls)
+    ids = tokenizer.encode(found.opening + "{", bos=False, special=True)
+    assert tokenizer.stream(True, frozenset(controls.values())).push(ids) == found.opening + "{"
+
+
+UNKNOWN = "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}[f(x)]{% endif %}{% endfor %}{{ tools }}"  # fmt: skip
+
+
+@pytest.mark.parametrize("text, fault", [("", "knows no tools; leave them out"), (UNKNOWN, "in a form that is not known here; leave")])  # fmt: skip
+def test_a_template_without_a_known_form_is_refused(text, fault, tmp_path):
+    with pytest.raises(ValueError, match=fault):
+        form_of(*real(tmp_path, "smollm2", text))
+
+
+# as Qwen3-Thinking's, which writes a thinking into the last answer alone
+CLOSES = OPENS.replace(
+    "{{- '<|im_start|>' + message.role }}",
+    "{{- '<|im_start|>' + message.role }}{% if loop.last %}{{ '\\n<think>\\n\\n</think>\\n' }}{% endif %}",
+)  # fmt: skip
+# as Qwen3's with enable_thinking = false: the prompt ends with an empty thinking
+EMPTY = OPENS.replace("<think>\\n'", "<think>\\n\\n</think>\\n\\n'")
+ONE_CALL = template_of("qwen2.5").replace("in message.tool_calls %}", "in message.tool_calls[:1] %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [OPENS, CLOSES, EMPTY, ONE_CALL])
+def test_a_template_that_opens_the_thinking_or_drops_the_second_call(text, tmp_path):
+    """As QwQ's: earlier answers are written without the tag that ends the prompt."""
+    template, tokenizer = real(tmp_path, "qwen2.5", text)
+    assert ("<think>" in template.render_messages(ASKED, TOOLS)) == (text != ONE_CALL)
+    assert form_of(template, tokenizer) == replace(OBJECTS["qwen2.5"], several=text != ONE_CALL)
+
+
+def test_the_template_for_tools_is_used_where_there_is_one(tmp_path):
+    """As in Hermes' tokenizer_config.json."""
+    special, _ = CHECKPOINTS["qwen2.5"]
+    both = {"default": template_of("smollm2"), "tool_use": template_of("qwen2.5")}
+    listed = [{"name": name, "template": text} for name, text in both.items()]
+    path = build_json(tmp_path, [*special.values(), "<|im_start|>"], bos=False)
+    write(path, "tokenizer_config.json", special | {"chat_template": listed})
     tokenizer = Tokenizer.load(path)
     template = chat_template(path, tokenizer)
-    return template, form_of(template, tokenizer)
+    assert form_of(template, tokenizer).tags == ["<tool_call>"]
+    assert "SmolLM" in template.render_messages(ASKED)
+    assert "<tools>" in template.render_messages(ASKED, TOOLS)
+
+
+def calling(*ids: str, content: str = "") -> dict:
+    calls = [{"id": id, "type": "function", "function": {"name": "now", "arguments": {}}} for id in ids]  # fmt: skip
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def told(id: str) -> dict:
+    return {"role": "tool", "tool_call_id": id, "name": "now", "content": f"told {id}"}
+
+
+def test_one_call_in_a_message_before_its_result():
+    one = [*ASKED, calling("a"), told("a"), *ASKED]
+    assert one_call_each(one) == one
+    both = [*ASKED, calling("a", "b", content="Both."), told("b"), told("a"), *ASKED]
+    assert one_call_each(both) == [*ASKED, calling("a", content="Both."), told("a"), calling("b"), told("b"), *ASKED]  # fmt: skip
+    again = [*both, calling("a", "b")]  # the ids of an earlier turn, and no results
+    assert one_call_each(again) == [*one_call_each(both), calling("a"), calling("b")]
+    other = [calling("a"), calling("b", "c"), told("a"), told("c")]
+    assert one_call_each(other) == [calling("a"), calling("b"), calling("c"), told("c"), told("a")]
+
+
+# ------------------------------------------------------------------------------------- of the text
 
 
 def called(form: Form, *calls: tuple[str, dict]) -> list[dict]:
@@ -255,12 +356,21 @@ def answer_of(template: ChatTemplate, form: Form, *calls: tuple[str, dict]) -> s
     )
 
 
-def found(
-    form: Form, text: str, size: int | None = None, reason: str = "length"
-) -> tuple[str, list]:
-    tools = Tools(TOOLS, SCHEMAS, [], True, form)
-    content, calls = in_parts(tools, text, size or len(text), reason)
-    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+def found(form: Form, text: str, size: int | None = None, reason: str = "length", several: bool = True) -> tuple[str, list]:  # fmt: skip
+    """Content and calls of a text that comes in parts of a size."""
+    finder = Finder(Tools(TOOLS, SCHEMAS, [], several, form))
+    size = size or len(text)
+    parts = [text[begin : begin + size] for begin in range(0, len(text), size)] or [""]
+    content, calls = "", []
+    for number, part in enumerate(parts):
+        more, new = finder.push(part, reason if number == len(parts) - 1 else None)
+        content += more
+        calls += [
+            (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in new
+        ]
+        assert all(call["type"] == "function" and len(call["id"]) == 9 for call in new)
+    assert finder.count == len(calls)
+    return content, calls
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -294,7 +404,33 @@ def test_a_model_writes_what_its_template_shows(name, tmp_path):
 NOW = ("now", {})
 PATH = ("write", {"path": "a\n"})
 BETWEEN = "<|channel|>commentary to=functions."
-CASES = [  # what models write beside their templates, and what is no call
+ONE = '{"name": "weather", "arguments": {"city": {"name": "Roma \\u00e9"}}}'
+TWO = '{"name": "now", "arguments": {}}'
+FLAT = '{"name": "now", "parameters": {"a": [1]}}'
+FOUND = ("weather", {"city": {"name": "Roma é"}})
+LIST = ("now", {"a": [1]})
+CASES = [  # the form, a text; its content, None where all of it is; its calls
+    ("qwen2.5", f"<tool_call>\n{ONE}\n</tool_call>", "", [FOUND]), ("qwen2.5", f"<tool_call>\n{TWO}\n</tool", "", [NOW]),
+    ("qwen2.5", f"Let me see.\n<tool_call>{TWO}</tool_call>\n<tool_call>\n{ONE}\n</tool_call> ", "Let me see.", [NOW, FOUND]),
+    ("qwen2.5", f"<tool_call>\n{TWO}\n</tool_call>\nThat is all.", "That is all.", [NOW]),
+    *[("qwen2.5", text, None, []) for text in (
+        "a < b <tool", " plain \n", "the mark <tool_call> alone, {1}", f"<tool_call>\n{ONE[:-1]}", "<tool_call>" + '{"a":' * 1500,
+        '<tool_call>{"name": "other", "arguments": {}}', '<tool_call>{"name": ["now"], "arguments": {}}', '<tool_call>{"name": "now", "arguments": {"a": NaN}}',
+        "so:\n```python\nf({'a': 1})\n```\nend", '```json\n{"name": "other", "arguments": {}}\n```')],
+    ("qwen2.5", f"```json\n{ONE}\n```", "", [FOUND]), ("qwen2.5", f"I will ask:\n\n```json\n{TWO}\n```\nand wait.", "I will ask:and wait.", [NOW]),
+    ("qwen2.5", f"<tool_call>\n```json\n{ONE}\n```\n</tool_call>", "", [FOUND]),
+    # arguments in other forms than an object
+    *[("qwen2.5", f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>', "", [("now", arguments)]) for rest, arguments in [
+        ("", {}), (', "arguments": null', {}), (', "arguments": ""', {}), (', "arguments": []', {}), (', "type": "function", "id": "x"', {}),
+        (', "arguments": "{\\"a\\": [1]}"', {"a": [1]}), (', "parameters": " "', {}), (', "arguments": {"a": "b\n\tc"}', {"a": "b\n\tc"}),
+        (', "arguments": "{\\"a\\": \\"b\nc\\"}"', {"a": "b\nc"})]],
+    *[("qwen2.5", f'<tool_call>\n{{"name": "now"{rest}}}\n</tool_call>', None, []) for rest in (
+        ', "arguments": "soon"', ', "arguments": 3', ', "arguments": "[1]"', ', "city": "Rome"', ', "arguments": [1]')],
+    ("llama3.1", FLAT, "", [LIST]), ("llama3.1", f"\n{FLAT}; {FLAT}", "", [LIST] * 2), ("llama3.1", f"```\n{TWO}\n```\n", "", [NOW]),
+    ("llama3.1", f"I will ask:\n```json\n[{FLAT}, {TWO}]\n``", "I will ask:", [LIST, NOW]), ("llama3.1", '{"name": "now"}', "", [NOW]),
+    *[("llama3.1", text, None, []) for text in ('{"a": 1} is JSON', f"I call {FLAT}", "  ", "{", "a ``` b `` c", '{"name": "now", "hour": 3}')],
+    ("mistral-v0.3", f"[TOOL_CALLS] [{TWO}, {ONE}]", "", [NOW, FOUND]),
+    *[("mistral-v0.3", text, None, []) for text in ("Yes [1]", '```json\n{"name": "now"')],
     ("xml", "<function=now>\n</function>\n</tool_call> done", "done", [NOW]),
     ("xml", "<tool_call><function=write><parameter=path>a\n\n</parameter></function></tool_call>", "", [PATH]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\n</parameter> is an end\n</parameter>\n</function>", "",
@@ -325,12 +461,28 @@ CASES = [  # what models write beside their templates, and what is no call
 ]  # fmt: skip
 
 
-def test_what_models_write_beside_their_templates(tmp_path):
-    forms = {name: model(tmp_path, name)[1] for name in TEMPLATES}
+def test_what_models_write(tmp_path):
+    """Whole, and in parts of any size: no text is lost. An answer that may have one call has the first."""
+    forms = OBJECTS | {name: model(tmp_path, name)[1] for name in TEMPLATES}
     for name, text, content, calls in CASES:
-        for size in (len(text), 1, 3) if len(text) < 1000 else (999, 2000):
+        want = text if content is None else content
+        for size in (len(text), 1, 2, 3, 7) if len(text) < 1000 else (999, 2000):
             told = found(forms[name], text, size, "stop")  # by the model itself
-            assert told == (text if content is None else content, calls), (text, size)
+            assert told == (want, calls), (text, size)
+        if name in OBJECTS:
+            assert found(forms[name], text, several=False) == (want, calls[:1]), text
+
+
+def test_text_comes_as_soon_as_it_is_no_call():
+    finder = Finder(Tools(TOOLS, SCHEMAS, [], True, OBJECTS["qwen2.5"]))
+    told = [
+        finder.push(part, None)[0] for part in ("Hello", " <to", "p>", " x", f" <tool_call>{TWO}")
+    ]
+    assert told == ["Hello", "", " <top>", " x", ""] and finder.count == 1
+    finder = Finder(
+        Tools(TOOLS, SCHEMAS, [], True, OBJECTS["llama3.1"])
+    )  # white space before a block goes with it
+    assert [finder.push(part, None)[0] for part in ("Hello ", "you")] == ["Hello", " you"]
 
 
 def test_the_grammar_of_a_forced_call(tmp_path):
@@ -352,7 +504,7 @@ def test_the_grammar_of_a_forced_call(tmp_path):
             text = text[text.index("write") :]  # behind the opening
             if form.kind == "json":
                 text = text.removesuffix(form.closing.rstrip())
-            assert in_parts(tools, text, 3) == ("", [("write", json.dumps(arguments))])
+
             ids = tokenizer.encode(text, bos=False, special=True)
             taken = matcher.deep_copy()
             fits = taken.validate_tokens(ids) == len(ids)
