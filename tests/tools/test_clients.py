@@ -50,27 +50,19 @@ def client_run(*argv: str, **environment: str) -> str:
 
 def test_the_official_client(running):
     """A conversation of three turns, streamed, with the usage; each turn is what `generate` makes of it."""
-    messages, turns, answers = [], [], []
+    messages, answers = [], []
+    stops = ["\n\n\n", "###"]
+    sent = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 16, "stop": stops, "logprobs": True}
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
     for number, turn in enumerate(QUESTIONS[:3]):
         messages.append({"role": "user", "content": turn})
-        turns.append(turn)
-        with running.client.chat.completions.create(
-            model="demo",
-            messages=messages,
-            seed=number,
-            temperature=0.5,
-            top_p=0.9,
-            max_tokens=16,
-            stop=["\n\n\n", "###"],
-            logprobs=True,
-            stream=True,
-            stream_options={"include_usage": True},
-        ) as events:
+        options = {"model": "demo", "messages": messages, "seed": number}
+        with running.client.chat.completions.create(**options, **sent, **usage) as events:
             parts = list(events)
         text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
         options = {"seed": number, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 16}
-        want = answer(running, turns, answers, **options)
-        assert text == min((want.partition(stop)[0] for stop in ("\n\n\n", "###")), key=len)
+        want = answer(running, QUESTIONS[: number + 1], answers, **options)
+        assert text == min((want.partition(stop)[0] for stop in stops), key=len)
         assert parts[-1].usage.completion_tokens <= 16
         answers.append(text)
         messages.append({"role": "assistant", "content": text})

@@ -84,6 +84,7 @@ REFUSED = [
     (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs", "a valid dictionary"),
     *[(CHAT, {"chat_template_kwargs": {name: 1}}, "chat_template_kwargs", f"cannot set {name}; leave that out") for name in ("messages", "tools", "self")],
     (CHAT, {"continue_final_message": True}, "continue_final_message", "is the last one, and only there"),
+    (CHAT, {"messages": [*ASKED, {"role": "assistant", "content": "a"}], "continue_final_message": False}, "continue_final_message", "must be true"),
     (CHAT, {"add_generation_prompt": False}, "add_generation_prompt", "must be true here"),
     *[(CHAT, {"tools": bad}, "tools", words) for bad, words in [
         (1, "a valid list"), ([tool("now")] * 129, "at most 128 items"), ([1], "tools.0 should be"), ([{"type": "x"}], "tools.0.type should be"),

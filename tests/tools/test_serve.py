@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,13 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 openai = pytest.importorskip("openai")
+import torch  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
+from drafts.grammar import Grammar  # noqa: E402
 from files.tokenizer import StreamDecoder  # noqa: E402
 from helpers import fresh  # noqa: E402
 from run.generate import encode, generate, load  # noqa: E402
@@ -232,29 +237,31 @@ def test_stop_strings(running):
     assert text == whole[: whole.index(stop)] and found.usage.completion_tokens < 60
 
 
-def test_logprobs_of_a_completion(running):
-    """With the texts of tokens, their places, and the likeliest ones; the end of sequence has no text."""
-    options = {"seed": 5, "max_tokens": 30, "logprobs": 2, "n": 2}
+@pytest.mark.parametrize("stops", [False, True])
+def test_logprobs_of_a_completion(running, stops):
+    """With the texts of tokens, their places, and the likeliest ones; they end where the text does."""
+    options = {"seed": 5, "max_tokens": 60, "logprobs": 2, "n": 2}
+    whole = running.complete(**options | {"logprobs": None})
+    assert whole.choices[0].logprobs is None
+    if stops:
+        text = whole.choices[0].text
+        options["stop"] = text[len(text) // 2 :][:4]
     found = running.complete(**options)
+    events = [event.choices[0] for event in running.complete(**options, stream=True)]
     for choice in found.choices:
         scores = choice.logprobs
-        assert "".join(scores.tokens) == choice.text
-        assert scores.text_offset == [
-            sum(map(len, scores.tokens[:n])) for n in range(len(scores.tokens))
-        ]
+        starts = [sum(map(len, scores.tokens[:n])) for n in range(len(scores.tokens))]
+        assert scores.text_offset == starts and starts[-1] < len(choice.text)
+        assert "".join(scores.tokens)[: len(choice.text)] == choice.text
         for token, own, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs):
             assert own <= 0 and top[token] == own and 2 <= len(top) <= 3
             assert max(top.values()) == list(top.values())[0]
-    events = [event.choices[0] for event in running.complete(**options, stream=True)]
-    for choice in found.choices:
         own = [event for event in events if event.index == choice.index]
         joined = [token for event in own for token in event.logprobs.token_logprobs]
-        assert joined == choice.logprobs.token_logprobs
-        assert all(("".join(event.logprobs.tokens) == event.text) for event in own)
-    assert running.complete(logprobs=None).choices[0].logprobs is None
-    without = running.complete(seed=5, max_tokens=30, logprobs=0).choices[0].logprobs
-    assert without.token_logprobs == found.choices[0].logprobs.token_logprobs
-    assert [len(top) for top in without.top_logprobs] == [1] * len(without.tokens)
+        assert joined == scores.token_logprobs
+    plain = running.complete(**options | {"logprobs": 0}).choices[0].logprobs
+    assert plain.token_logprobs == found.choices[0].logprobs.token_logprobs
+    assert [len(top) for top in plain.top_logprobs] == [1] * len(plain.tokens)
 
 
 def test_logprobs_of_a_chat(running):
@@ -268,23 +275,125 @@ def test_logprobs_of_a_chat(running):
         assert len(token.top_logprobs) == 3 and token.token.encode() == bytes(token.bytes)
         logprobs = [each.logprob for each in token.top_logprobs]
         assert logprobs == sorted(logprobs, reverse=True) and token.logprob <= logprobs[0]
-    events = create(**options, stream=True)
-    streamed = [event.choices[0].logprobs for event in events]
+    streamed = [event.choices[0].logprobs for event in create(**options, stream=True)]
     tokens = [token for each in streamed if each for token in each.content]
     assert [t.logprob for t in tokens] == [t.logprob for t in choice.logprobs.content]
     assert not any(token.top_logprobs for token in tokens)
 
 
-def test_logprobs_end_where_the_text_does(running):
-    """At a stop string, whole and streamed: the tokens of the text, and no others."""
-    whole = running.complete(seed=5, max_tokens=60).choices[0].text
-    options = {"seed": 5, "max_tokens": 60, "stop": whole[len(whole) // 2 :][:4], "logprobs": 0}
-    found = running.complete(**options).choices[0]
-    scores = found.logprobs
-    assert scores.text_offset[-1] < len(found.text) <= len("".join(scores.tokens))
-    events = list(running.complete(**options, stream=True))
-    streamed = [token for event in events for token in event.choices[0].logprobs.tokens]
-    assert streamed == scores.tokens
+LONG = "x = 1\n" * 150  # of more than one chunk
+
+
+def test_an_echo_has_the_prompts_log_probabilities(running):
+    """As a harness for likelihoods reads them: of the whole text, offsets and all."""
+    options = {"temperature": 0, "echo": True, "max_tokens": 6, "logprobs": 2, "n": 2}
+    plain = running.complete(**options | {"echo": False, "n": 1}).choices[0]
+    both = running.complete([PROMPT, LONG], **options).choices
+    assert both[0].text == both[1].text == PROMPT + plain.text
+    alone = running.complete([PROMPT, LONG], **options | {"max_tokens": 0})
+    assert alone.choices[0].finish_reason == "length" and alone.usage.completion_tokens == 0
+    engine = running.engine
+    for text, choice, echo in zip((PROMPT, LONG), both[::2], alone.choices[::2]):
+        ids = torch.tensor([engine.tokenizer.encode(text, special=True)])
+        states = engine.target(ids, torch.arange(ids.shape[1])[None])[0]  # in one pass, [T, F]
+        logits = engine.target.lm_head(states.to(torch.bfloat16)).float()
+        want = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        assert echo.text == text and choice.text.startswith(text)
+        assert echo.logprobs.token_logprobs == choice.logprobs.token_logprobs[: ids.shape[1]]
+        assert echo.logprobs.token_logprobs[0] is None and echo.logprobs.top_logprobs[0] is None
+        assert echo.logprobs.token_logprobs[1:] == pytest.approx(want.tolist(), abs=0.1)
+        for token, at in list(zip(choice.logprobs.tokens, choice.logprobs.text_offset))[1:]:
+            assert choice.text[at:].startswith(token)
+    behind = both[0].logprobs.token_logprobs[len(alone.choices[0].logprobs.tokens) :]
+    assert behind == pytest.approx(plain.logprobs.token_logprobs)
+    stream = running.complete(stream=True, **options | {"n": 1, "logprobs": None})
+    assert "".join(event.choices[0].text for event in stream) == PROMPT + plain.text
+
+
+def test_a_begun_answer_goes_on(running):
+    """The prompt ends with the assistant's words, and the answer is what follows them."""
+    ask = {"role": "user", "content": "Write a function."}
+    tokenizer = running.engine.tokenizer
+    ids = tokenizer.encode(
+        tokenizer.decode(encode(running.engine, ["Write a function."], []), True) + "def f("
+    )
+    options = {
+        "messages": [ask, {"role": "assistant", "content": "def f("}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    want = running.complete([ids], max_tokens=12, temperature=0).choices[0].text
+    for named in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        found = running.client.chat.completions.create(model="demo", **options, extra_body=named)
+        assert found.choices[0].message.content == want and found.usage.prompt_tokens == len(ids)
+
+
+# ---------------------------------------------------------------------------------------- grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "size": {"enum": [1, 20, 300]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+
+
+def of_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+def describe(running, **options):
+    messages = [{"role": "user", "content": "Describe it."}]
+    return running.client.chat.completions.create(model="demo", messages=messages, **options)
+
+
+def test_many_clients_with_schemas_of_their_own_and_none(running):
+    """Each gets the text that the same request gets alone."""
+    asked = [(schema, seed) for seed in range(3) for schema in (SCHEMA, LIST, None)]
+
+    def ask(schema, seed):
+        form = {} if schema is None else {"extra_body": {"response_format": of_schema(schema)}}
+        return running.complete(seed=seed, max_tokens=60, **form).choices[0]
+
+    with ThreadPoolExecutor(6) as pool:
+        choices = list(pool.map(lambda each: ask(*each), asked))
+    for (schema, seed), choice in zip(asked, choices):
+        own = running.own([PROMPT], seed, grammar=schema, max_new_tokens=60)
+        assert (choice.text, choice.finish_reason) == (own.text[0], own.finish_reason[0])
+        if schema is not None:
+            jsonschema.validate(json.loads(choice.text), schema)
+
+
+def test_formats_of_chats_streams_and_several_choices(running):
+    answer = describe(running, response_format=of_schema(SCHEMA), n=3, seed=5)
+    texts = [choice.message.content for choice in answer.choices]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(texts)) > 1
+    parts = describe(running, response_format=of_schema(SCHEMA), seed=5, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == texts[0]
+    anything = describe(running, response_format={"type": "json_object"}, seed=1, max_tokens=300)
+    assert anything.choices[0].message.content.startswith("{")
+    plain = describe(running, response_format={"type": "text"}, seed=5, max_tokens=20)
+    same = describe(running, seed=5, max_tokens=20)
+    assert plain.choices[0].message.content == same.choices[0].message.content
+
+
+def test_a_grammar_that_ends_in_nothing_ends_one_request(running, monkeypatch):
+    dead = Grammar(running.engine, 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/')
+    with monkeypatch.context() as patch:
+        patch.setattr(parameters, "compile_grammars", lambda *inputs: [dead])
+        with ThreadPoolExecutor(2) as pool:
+            bad = pool.submit(describe, running, response_format=of_schema({"type": "null"}))
+            good = pool.submit(running.complete, seed=3)
+            with pytest.raises(openai.BadRequestError, match="allows neither a token nor the end"):
+                bad.result()
+            assert good.result().choices[0].text == running.own([PROMPT], 3).text[0]
+    assert not running.batcher.jobs
+
+
+# ------------------------------------------------------------------------------------- its requests
 
 
 class Letters:
