@@ -298,16 +298,12 @@ def test_an_output_without_permission_is_refused_first(capsys, monkeypatch, tmp_
 # ------------------------------------------------------------------------------------- damaged files
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A checkpoint and a head to damage."""
-    for name, source in (("target", TARGET), ("head", HEAD)):
-        shutil.copytree(source, tmp_path / name)
-    return tmp_path
-
-
 def edited(**changes):
-    return lambda text: json.dumps(json.loads(text) | changes).encode()
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def with_a_norm_of_version_3(file):
+    save_file({**load_file(file), "midlayer.hidden_norm.weight": torch.ones(64)}, file)
 
 
 @pytest.mark.parametrize(
@@ -317,24 +313,15 @@ def edited(**changes):
         ("head/config.json", edited(draft_inputs="token"), "the head was trained on token"),
         ("head/config.json", edited(hidden_size=32), "hidden_size is 32"),
         ("head/config.json", edited(vocab_size=32), "vocab_size is 32"),
+        ("head/model.safetensors", with_a_norm_of_version_3, "mixes versions"),
+        ("tree.json", lambda file: file.write_text("[[0], [0, 0]"), "not valid JSON"),
+        ("tree.json", lambda file: file.write_text("[[97]]"), "98 ranked children of 97 tokens"),
     ],
 )  # fmt: skip
-def test_damaged_files(capsys, copy, file, damage, message):
-    whole = (copy / file).read_bytes()
-    (copy / file).write_bytes(damage(whole))
-    assert message in failure(capsys, f"{OF_IDS} --checkpoint {copy}/target --eagle {copy}/head")
-
-
-def test_tensors_of_two_heads(capsys, copy):
-    file = copy / "head" / "model.safetensors"
-    save_file({**load_file(file), "midlayer.hidden_norm.weight": torch.ones(64)}, file)
-    assert "mixes versions" in failure(capsys, f"{OF_IDS} --eagle {copy}/head")
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [("[[0], [0, 0]", "not valid JSON"), ("[[97]]", "98 ranked children of 97 tokens")],
-)
-def test_malformed_tree_files(capsys, tmp_path, text, message):
-    (tmp_path / "tree.json").write_text(text)
-    assert message in failure(capsys, f"{WITH_HEAD} --tree {tmp_path}/tree.json")
+def test_damaged_files(capsys, tmp_path, file, damage, message):
+    for name, source in (("target", TARGET), ("head", HEAD)):
+        shutil.copytree(source, tmp_path / name)
+    (tmp_path / "tree.json").write_text("[[0], [1]]")
+    damage(tmp_path / file)
+    files = f"--checkpoint {tmp_path}/target --eagle {tmp_path}/head --tree {tmp_path}/tree.json"
+    assert message in failure(capsys, f"{OF_IDS} {files}")
