@@ -58,7 +58,8 @@ COMMANDS = {
     "bye": "end the conversation, as Ctrl-D",
 }
 OTHER_NAMES = {"exit": "bye", "quit": "bye"}
-WITH_TEXT = ("set", "system", "save", "load")  # the others are turns where a text is behind them
+WITH_FILE = ("save", "load")
+WITH_TEXT = ("set", "system", *WITH_FILE)  # the others are turns where a text is behind them
 # the options that /set takes, each also a command
 OPTIONS: dict[str, Field] = {
     f.name: f
@@ -124,6 +125,7 @@ class Chat:
         self.scheduler.session.observers.append(self.drafted)
         self.system = engine.config.system
         self.shows_drafts = False
+        self.over = False
         self.turns: list[str] = []
         self.answers: list[str] = []
         self.status = StatusLine()
@@ -132,13 +134,16 @@ class Chat:
         """End the chat."""
         self.scheduler.close()
 
-    def title(self) -> str:
-        """Describe the model and the way to draft."""
-        name = title_of(Path(self.engine.config.checkpoint))
-        kind = "" if self.engine.template else ", no chat template: it continues your text"
-        return (
-            f"[{name}, {told_draft(self.engine)}{kind}]\n[/help for the commands, Ctrl-D to leave]"
-        )
+    def take(self, turn: str) -> None:
+        """Answer a turn, or run a command; a mistake is told, and the conversation so far stays."""
+        command = command_of(turn)
+        try:
+            if command:
+                self.run(*command)
+            elif turn.strip():
+                self.ask(turn)
+        except ValueError as error:
+            say(f"[{error}]")
 
     # ------------------------------------------------------------------------------------ answers
 
@@ -221,7 +226,12 @@ class Chat:
             close = difflib.get_close_matches(name, (*COMMANDS, *OPTIONS), 1)
             hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
             raise ValueError(f"there is no /{name}; {hint}")
+        if name in WITH_FILE and not text:
+            raise ValueError(f"name a file: /{name} FILE")
         getattr(self, f"_{name}")(text)
+
+    def _bye(self, text: str) -> None:
+        self.over = True
 
     def _help(self, text: str) -> None:
         for name, meaning in COMMANDS.items():
@@ -290,8 +300,6 @@ class Chat:
         say(f"[{colours}]")
 
     def _save(self, text: str) -> None:
-        if not text:
-            raise ValueError("name a file: /save FILE")
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, answer in zip(self.turns, self.answers):
             messages.append({"role": "user", "content": turn})
@@ -300,8 +308,6 @@ class Chat:
         say(f"[{len(self.turns)} turn(s) in {text}]")
 
     def _load(self, text: str) -> None:
-        if not text:
-            raise ValueError("name a file: /load FILE")
         saved = parse_json(read_named(Path(text), "/load"), text)
         messages = saved.get("messages") if isinstance(saved, dict) else None
         if not _are_messages(messages):
@@ -338,36 +344,20 @@ def _are_messages(value: object) -> bool:
 
 def chat(engine: Engine, encode: Callable[..., list[int]], keys: Keyboard | None) -> None:
     """Read turns and print answers until the end of input. encode, keys: as for `Chat`"""
+    name = title_of(Path(engine.config.checkpoint))
+    kind = "" if engine.template else ", no chat template: it continues your text"
+    say(f"[{name}, {told_draft(engine)}{kind}]\n[/help for the commands, Ctrl-D to leave]")
+    if keys and keys.fault:
+        say(f"[lines are not kept for the next chat: {keys.fault}]")
+    stopped = False  # the last key was Ctrl-C
     with closing(Chat(engine, encode, keys)) as talk:
-        say(talk.title())
-        if keys and keys.fault:
-            say(f"[lines are not kept for the next chat: {keys.fault}]")
-        _take_turns(talk, keys)
-
-
-def _take_turns(talk: Chat, keys: Keyboard | None) -> None:
-    """Read and answer turns until the end of input."""
-    leaving = False  # the last key was Ctrl-C
-    while True:
-        try:
-            turn = read_turn(keys)
-        except (EOFError, KeyboardInterrupt) as error:
-            say("")
-            if leaving or isinstance(error, EOFError):
-                return
-            leaving = True
-            say("[Ctrl-C again, or Ctrl-D, ends the conversation]")
-            continue
-        leaving = False
-        if not turn.strip():
-            continue
-        command = command_of(turn)
-        if command and command[0] == "bye":
-            return
-        try:
-            if command:
-                talk.run(*command)
-            else:
-                talk.ask(turn)
-        except ValueError as error:  # the conversation so far stays
-            say(f"[{error}]")
+        while not talk.over:
+            try:
+                talk.take(read_turn(keys))
+                stopped = False
+            except (EOFError, KeyboardInterrupt) as error:
+                say("")
+                if stopped or isinstance(error, EOFError):
+                    return
+                stopped = True
+                say("[Ctrl-C again, or Ctrl-D, ends the conversation]")
