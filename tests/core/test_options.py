@@ -163,7 +163,7 @@ MISTAKES = [
     (f"{OF_IDS} --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
     (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
     (f"{OF_MODEL} {TARGET} --tree chain:,,9", "is none of them"),
-    (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--draft eagle+ngram takes --tree dynamic; it is chain"),
+    (f"{WITH_HEAD} --draft eagle+ngram --tree chain", "--tree cannot be chain with --draft eagle+ngram; use dynamic"),
     (f"{OF_IDS} --random llama2-7b --temperature 1 --tree chain --accept residual", "--random takes no --accept residual; drop one of them"),
     ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
     (f"{OF_IDS} --compile --plain", "--plain is the opposite of --compile; drop one of them"),
@@ -310,7 +310,7 @@ def with_a_norm_of_version_3(file):
     "file, damage, message",
     [
         ("target/config.json", edited(architectures=["GPTNeoXForCausalLM"]), "GPTNeoXForCausalLM is not supported"),
-        ("head/config.json", edited(draft_inputs="token"), "the head was trained on token"),
+        ("head/config.json", edited(draft_inputs="token"), "draft_inputs must be feature&shifted; it is 'token'"),
         ("head/config.json", edited(hidden_size=32), "hidden_size is 32"),
         ("head/config.json", edited(vocab_size=32), "vocab_size is 32"),
         ("head/model.safetensors", with_a_norm_of_version_3, "mixes versions"),

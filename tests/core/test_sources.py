@@ -359,7 +359,7 @@ def test_traced_steps_give_the_same_tokens(monkeypatch, make):
 
 
 FAULTS = [
-    ({"draft": "recycling", "tree": "dynamic"}, "takes --tree auto or static; it is dynamic"),
+    ({"draft": "recycling", "tree": "dynamic"}, "--tree cannot be dynamic with --draft recycling; use auto or static"),
     (
         {"draft": "recycling", "tree_depth": 3},
         "belongs to dynamic trees and chains, not to a static one",
