@@ -687,10 +687,3 @@ def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
     assert torch.equal(
         load_head(write_zlab(tmp_path / "b", **other), target).selector_before.weight, ours
     )
-
-
-def test_files_of_speculators_have_no_notes(tmp_path, capsys):
-    for kind in (*FURTHER, "z-lab", "dspine", "lilicorr"):
-        load_head(WRITERS[kind](tmp_path / kind), golden_target(TARGET))
-    load_eagle(write_peagle(tmp_path / "peagle", {"norm_output": None}), golden_target(TARGET))
-    assert capsys.readouterr().err == ""

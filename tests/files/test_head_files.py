@@ -20,7 +20,7 @@ import test_token_heads
 import torch
 from safetensors.torch import load_file, save_file
 from test_block_layouts import WRITERS
-from test_heads import IDS, TARGET, fresh, official
+from test_heads import HEAD, IDS, TARGET, fresh, official
 
 from block_files import write_files
 from drafts import block_draft, token_draft
@@ -35,7 +35,9 @@ from run.options import DEMO
 from tiny_models import Kind
 from tiny_models import write as write_gguf
 
+EAGLE1 = HEAD.with_name("head_eagle12_mha")
 TARGET_OF = {
+    "eagle1": TARGET.with_name("target_llama_mha"),
     "gguf eagle3": Path(DEMO),
     "medusa": test_token_heads.TARGET,
     "hydra": test_token_heads.TARGET,
@@ -47,6 +49,8 @@ def write_case(case: str, path: Path) -> Path:
     out = path / ("head.gguf" if case.startswith("gguf") else "head")
     if case == "eagle3":
         return write_files(out, *official())
+    if case == "eagle1":
+        return shutil.copytree(EAGLE1, out)
     if case in ("medusa", "hydra"):
         test_token_heads.made(case, out)
     elif case == "DeepSpec":
@@ -100,6 +104,10 @@ D2T = official()[1]["d2t"]
 
 
 DAMAGE = {  # case -> keys, tensors, what is said
+    "eagle1": [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "mixes versions: an EAGLE-3 config"),
+        ({}, {"fc.weight": None}, "is in no layout of the kind eagle that is known: its tensors are"),
+    ],
     "eagle3": [
         ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
         ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
@@ -219,8 +227,8 @@ def test_damaged_files_are_refused_in_one_line(whole, case, keys, tensors, messa
 
 
 @pytest.mark.parametrize("case", [case for case in DAMAGE if not case.startswith("gguf")])
-def test_quantized_copies_have_the_codes_of_loading(whole, case, tmp_path):
-    """As quantize.py writes them: convolutions and tables of tokens stay as they are."""
+def test_quantized_copies_have_the_codes_of_loading(whole, case, tmp_path, capsys):
+    """As quantize.py writes them: convolutions and tables of tokens stay as they are. Nothing is noted of their keys."""
     quantize_directory(whole(case), tmp_path / "int8", Quantization("int8"))
     ours = load(tmp_path / "int8", TARGET_OF.get(case, TARGET))
     theirs = load(whole(case), TARGET_OF.get(case, TARGET), Quantization("int8"))
@@ -228,3 +236,4 @@ def test_quantized_copies_have_the_codes_of_loading(whole, case, tmp_path):
         held = dict(getattr(theirs, values)())
         assert all(torch.equal(value, held.pop(name)) for name, value in getattr(ours, values)())
         assert not held
+    assert "without effect" not in capsys.readouterr().err
