@@ -347,15 +347,6 @@ def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
         load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
 
 
-def test_keys_without_effect_are_named(tmp_path, capsys):
-    """In a note; the official files' other keys are known."""
-    target = golden_target(TARGET)
-    load_head(write_head(tmp_path / "head", "dspark", {"num_anchors": 512}), target)
-    assert capsys.readouterr().err == ""
-    load_head(write_head(tmp_path / "head", "dflash", {"domino_rank": 8}), target)
-    assert "keys of config.json without effect here: domino_rank" in capsys.readouterr().err
-
-
 def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
     """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_autosize.py)."""
     target = golden_target(TARGET)

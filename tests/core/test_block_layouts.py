@@ -522,12 +522,6 @@ def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
     assert generate(engine, PROMPTS[:1]).tokens == generate(plain, PROMPTS[:1]).tokens
 
 
-def test_dspark_in_a_gguf_file_predicts_from_its_root(tmp_path):
-    """Where the key is missing, as in the files of DeepSpec's heads."""
-    path = write_gguf(tmp_path / "head.gguf", "dspark", {"sample_from_anchor": None})
-    assert load_head(path, golden_target(TARGET)).config.levels == 6
-
-
 # ------------------------------------------------------------------------------------------- loops
 
 SETTINGS = {
@@ -646,37 +640,26 @@ def test_compiled_as_on_cuda(traced, kind, tmp_path):
 # ------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("changes, predicts_next", [
-    ({}, False), ({"sample_from_anchor": None}, False), ({"sample_from_anchor": True}, True),
+# not in speculators' layout, without the key of the root
+ALONE = (
+    LAYER
+    | FULL
+    | {"speculators_model_type": None, "transformer_layer_config": None, "sample_from_anchor": None}
+)
+
+
+@pytest.mark.parametrize("kind, changes, levels", [
+    ("dspark", {}, 5),
+    ("dspark", {"sample_from_anchor": None}, 5),  # older files, which drafted one token less than there are positions
+    ("dspark", {"sample_from_anchor": True}, 6),
+    ("dspark", ALONE, 6),  # DeepSpec's
+    ("dspark", ALONE | {"dflash_config": {"projector_type": "dspark"}}, 5),  # SpecForge's
+    ("gguf dspark", {"sample_from_anchor": None}, 6),  # as those of DeepSpec's heads
 ])  # fmt: skip
-def test_what_dsparks_root_predicts(changes, predicts_next, tmp_path):
-    """Older files have no sample_from_anchor, and drafted one token less than the block has positions."""
-    head = load_head(write_head(tmp_path / "head", "dspark", changes), golden_target(TARGET))
-    assert head.config.predicts_next == predicts_next and head.config.levels == 5 + predicts_next
-
-
-def test_specforges_dspark_has_a_bonus_root(tmp_path):
-    """Its keys are in dflash_config; DeepSpec's, with the same names, are at the top."""
-    flags = {
-        "block_size": 6,
-        "mask_token_id": 127,
-        "target_layer_ids": [0, 1, 3, 4, 6],
-        "markov_rank": 32,
-    }
-    training = {
-        "attention_mode": "gqa",
-        "confidence_head_alpha": 1.0,
-        "markov_head_type": "vanilla",
-    }
-    keys = LAYER | FULL | {"dflash_config": flags | training | {"projector_type": "dspark"}}
-    path = write_head(tmp_path / "head", "dspark", d2t=None, t2d=None, **{
-        "lm_head.weight": None, "markov_head.markov_w2.weight": torch.zeros(128, 32),
-    })  # fmt: skip
-    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
-    assert load_head(path, golden_target(TARGET)).config.levels == 5
-    keys["dflash_config"] = flags
-    (path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
-    assert load_head(path, golden_target(TARGET)).config.levels == 6
+def test_what_dsparks_root_predicts(kind, changes, levels, tmp_path):
+    path = WRITERS[kind](tmp_path / f"head{'.gguf' * kind.startswith('gguf')}", changes=changes)
+    config = load_head(path, golden_target(TARGET)).config
+    assert config.levels == levels and config.predicts_next == (levels == 6)
 
 
 def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
