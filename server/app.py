@@ -254,8 +254,9 @@ async def _events(
                 raise piece
             open -= piece.reason is not None
             tokens[piece.choice] = piece.tokens
-            if piece.text or piece.reason:
-                yield reply.piece(piece)
+            event = reply.piece(piece)
+            if event:
+                yield event
         # of a prompt's answers the first one's: the tokens that were not read again
         cached = sum(job.cached for job in jobs if job.choice % reply.asked.body.n == 0)
         yield reply.end(tokens, cached)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from drafts.logprobs import Logprob, Logprobs
 from options import log_note
-from run.drafted import Drafted, DraftMarks, Nodes, Spans
+from run.drafted import Drafted, DraftMarks, Nodes
 from run.engine import Engine
 from run.scheduler import Piece, Request, Scheduler
 
@@ -56,7 +56,8 @@ class Drafts(NamedTuple):
     rejected: int = 0  # rows of draft trees that were verified and not accepted
     passes: int = 0  # of the target, those of the prompt left out
     lengths: tuple[int, ...] = ()  # accepted tokens of each pass that had any drafted
-    # the piece's text in parts: the source of the draft, "" for none, its characters, its cycle
+    # the tokens' texts, some not certain yet, in parts: the source of the draft, "" for none, the
+    # characters, the cycle
     spans: tuple[tuple[str, int, int], ...] = ()
     trees: tuple[Nodes, ...] = ()  # of cycles, where the request asks for them
 
@@ -66,10 +67,10 @@ class Drafts(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """The text that a step adds to an answer."""
+    """What a step adds to an answer."""
 
     choice: int
-    text: str
+    text: str  # that has become certain
     tokens: int  # so far
     reason: str | None  # "stop" or "length" at the end of the answer
     scored: list[Scored]  # the tokens that begin in the text, where the request asks for them
@@ -81,8 +82,8 @@ class Delta(NamedTuple):
 class Job(Request):
     """One requested answer.
 
-    The bytes of a character that is not complete at the end are left out. A token comes with the
-    text that it begins in; one that is cut off, as an end of sequence is, does not come.
+    The bytes of a character that is not complete at the end are left out. A scored token comes with
+    the text that it begins in; one that is cut off, as an end of sequence is, does not come.
     """
 
     choice: int  # its number in the response
@@ -93,48 +94,32 @@ class Job(Request):
     left: bool = False  # the client has left
     decoded: int = 0  # characters of all tokens
     scored: deque[Scored] = field(default_factory=deque)  # tokens whose beginning is not told yet
-    drafts_left: Drafts = Drafts()  # of the tokens since the last text, without spans
-    spans: Spans = field(default_factory=Spans)  # of the text that is not told yet
 
-    def add(self, piece: Piece, scored: list[Logprob], marks: DraftMarks) -> None:
-        """Add how the tokens of a piece were scored and drafted."""
-        cycles = marks.cycles if self.wants_trees else repeat(0)
-        logprobs = scored or repeat(None)
-        rows = zip(piece.tokens, piece.texts, logprobs, marks.sources, cycles)
-        for id, text, logprob, source, cycle in rows:
+    def delta(self, piece: Piece, logprobs: list[Logprob], marks: DraftMarks) -> Delta:
+        """Return what a piece adds. logprobs, marks: of its tokens"""
+        for id, text, logprob in zip(piece.tokens, piece.texts, logprobs or repeat(None)):
             if logprob is not None:
-                self.scored.append(Scored(id, self.decoded, logprob))
-            self.spans.add(source, len(text), cycle)
+                self.scored.append(Scored(id, self.before + self.decoded, logprob))
             self.decoded += len(text)
+        scored = []
+        while self.scored and self.scored[0].start < self.before + len(self.text):
+            scored.append(self.scored.popleft())
         count = len(piece.tokens)
-        accepted = count - marks.sources[:count].count("")
-        self.drafts_left = self.drafts_left.and_more(
-            Drafts(
-                count,
-                accepted,
-                marks.rejected,
-                marks.passes,
-                tuple(marks.lengths),
-                trees=tuple(marks.trees),
-            )
+        cycles = marks.cycles if self.wants_trees else repeat(0)
+        drafts = Drafts(
+            count,
+            count - marks.sources[:count].count(""),
+            marks.rejected,
+            marks.passes,
+            tuple(marks.lengths),
+            tuple(zip(marks.sources, map(len, piece.texts), cycles)),
+            tuple(marks.trees),
         )
-
-    def delta(self, text: str) -> Delta:
-        """Return the text that became certain, and everything of the tokens since the last one."""
         reason = None
-        cut_by = ""
         if self.reason:
             reason = "stop" if self.reason == "stop" else "length"
-            cut_by = {"length": "max_tokens", "context": "context"}.get(self.reason, "")
-        scored = []
-        while self.scored and self.scored[0].start < len(self.text):
-            token = self.scored.popleft()
-            scored.append(token._replace(start=token.start + self.before))
-        drafts = Drafts()
-        if text or reason:
-            drafts = self.drafts_left._replace(spans=tuple(self.spans.take(len(text))))
-            self.drafts_left = Drafts()
-        return Delta(self.choice, text, len(self.tokens), reason, scored, drafts, cut_by)
+        cut_by = {"length": "max_tokens", "context": "context"}.get(self.reason, "")
+        return Delta(self.choice, piece.text, len(self.tokens), reason, scored, drafts, cut_by)
 
 
 class Batcher(threading.Thread):
@@ -269,8 +254,7 @@ class Batcher(threading.Thread):
                 refusal = Refusal(500, f"{job.fault.partition(':')[0]}; see the terminal")
             job.tell(refusal)
             return
-        job.add(piece, self.logprobs.take(job.place), self.drafted.take(job.place))
-        delta = job.delta(piece.text)
+        delta = job.delta(piece, self.logprobs.take(job.place), self.drafted.take(job.place))
         if delta.reason:
             with self.changed:
                 self.jobs.remove(job)

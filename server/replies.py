@@ -24,7 +24,7 @@ class Part(NamedTuple):
     thought: str
     content: str
     calls: list[dict]  # of tools, as clients read them
-    drafts: Drafts  # whose spans are of the content
+    skipped: int  # characters before the content that are none of it
 
 
 class Splitter:
@@ -34,7 +34,6 @@ class Splitter:
         self.thinking = Thinking(asked.thinks)
         self.finder = Finder(asked.tools) if asked.tools else None
         self.tells = asked.body.include_reasoning
-        self.spans = Spans()  # of the text that is held back
         self.held = ""  # thinking that may end with a call
 
     @property
@@ -44,19 +43,15 @@ class Splitter:
 
     def push(self, piece: Delta) -> Part:
         """Add a piece. Returns: the parts that have become certain."""
-        for span in piece.drafts.spans:
-            self.spans.add(*span)
         read = self.thinking.read
         thought, content = self.thinking.push(piece.text, piece.reason is not None)
         calls: list[dict] = []
         if self.finder:
             thought, content = self._call_in_thinking(piece, thought, content)
-        self.spans.take(self.thinking.read - read - len(content))
+        skipped = self.thinking.read - read - len(content)
         if self.finder:
             content, calls = self.finder.push(content, piece.reason)
-        spans = tuple(self.spans.take(len(content)))
-        drafts = piece.drafts._replace(spans=spans)
-        return Part(thought if self.tells else "", content, calls, drafts)
+        return Part(thought if self.tells else "", content, calls, skipped)
 
     def _call_in_thinking(self, piece: Delta, thought: str, content: str) -> tuple[str, str]:
         """Return thinking and content, where a call that ends open thinking is content.
@@ -87,6 +82,7 @@ class Reply:
         self.tokenizer = tokenizer
         self.choices: list[dict[str, Any]] = [{} for _ in range(asked.choices)]  # so far
         self.untold = [Drafts()] * asked.choices  # of pieces without an event of their own
+        self.spans = [Spans() for _ in self.choices]  # of the texts that are not told yet
         self.drafts = Drafts()  # of all pieces
         self.used: dict[str, Any] = {}  # at the end
         self.base = {
@@ -102,18 +98,26 @@ class Reply:
 
     def piece(self, piece: Delta) -> str:
         """Return the event of a piece; "" where all its text is held back."""
-        self.drafts = self.drafts.and_more(piece.drafts)
-        text, drafts = self.told(piece)
-        drafts = self.untold[piece.choice].and_more(drafts)
-        if not (any(text.values()) or piece.reason or piece.scored):
-            self.untold[piece.choice] = drafts
+        number = piece.choice
+        drafts = self.untold[number].and_more(piece.drafts._replace(spans=()))
+        for span in piece.drafts.spans:
+            self.spans[number].add(*span)
+        self.count(piece)
+        text, spans = self.told(piece)
+        told = any(text.values()) or piece.reason or piece.scored
+        self.untold[number] = Drafts() if told else drafts
+        if not told:
             return ""
-        self.untold[piece.choice] = Drafts()
-        return self.add(self.choice(piece) | text, drafted=self._drafted(drafts))
+        drafted = self._drafted(drafts._replace(spans=tuple(spans)))
+        return self.add(self.choice(piece) | text, drafted=drafted)
 
-    def told(self, piece: Delta) -> tuple[dict[str, Any], Drafts]:
-        """Return the fields of a piece's text, and how it was drafted."""
-        return {"text": piece.text}, piece.drafts
+    def count(self, piece: Delta) -> None:
+        """Add up how the tokens of an answer were drafted."""
+        self.drafts = self.drafts.and_more(piece.drafts._replace(spans=(), trees=()))
+
+    def told(self, piece: Delta) -> tuple[dict[str, Any], list[tuple]]:
+        """Return the fields of a piece's text, and the spans of it."""
+        return {"text": piece.text}, self.spans[piece.choice].take(len(piece.text))
 
     def end(self, tokens: Iterable[int], cached: int) -> str:
         """Return the last events.
@@ -245,8 +249,8 @@ class ChatReply(Reply):
         role |= {"finish_reason": None, "logprobs": None}
         return "".join(self.add({"index": i} | role) for i in range(len(self.choices)))
 
-    def told(self, piece: Delta) -> tuple[dict[str, Any], Drafts]:
-        """Return the fields of a piece's text, and how it was drafted."""
+    def told(self, piece: Delta) -> tuple[dict[str, Any], list[tuple]]:
+        """Return the fields of a piece's text, and the spans of its content."""
         splitter = self.splitters[piece.choice]
         first = splitter.calls
         part = splitter.push(piece)
@@ -257,7 +261,8 @@ class ChatReply(Reply):
             delta["content"] = part.content
         if part.calls:
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(part.calls, first)]
-        return {"delta": delta}, part.drafts
+        self.spans[piece.choice].take(part.skipped)
+        return {"delta": delta}, self.spans[piece.choice].take(len(part.content))
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, once it has ended."""

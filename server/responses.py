@@ -185,7 +185,7 @@ class ResponseReply(ChatReply):
 
     def piece(self, piece: Delta) -> str:
         """Return the events of a piece."""
-        self.drafts = self.drafts.and_more(piece.drafts)
+        self.count(piece)
         part = self.splitters[0].push(piece)
         self.thoughts += part.thought
         events = ""
