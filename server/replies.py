@@ -97,7 +97,7 @@ class Reply:
         return ""
 
     def piece(self, piece: Delta) -> str:
-        """Return the event of a piece; "" where all its text is held back."""
+        """Return the event of a piece; "" in a whole answer, and where its text is held back."""
         number = piece.choice
         drafts = self.untold[number].and_more(piece.drafts._replace(spans=()))
         for span in piece.drafts.spans:
@@ -138,10 +138,15 @@ class Reply:
         return self.base | {"object": self.kind, "choices": self.choices} | told
 
     def add(self, choice: dict[str, Any], **more: Any) -> str:
-        """Add the fields of an event to a choice. more: of the event alone. Returns: the event"""
+        """Add fields to a choice of a whole answer, or return their event in a stream.
+
+        more: fields of an event alone
+        """
+        if self.asked.body.stream:
+            return self.event([choice | more])
         number = choice["index"]
         self.choices[number] = sum_of(self.choices[number], choice)
-        return self.event([choice | more])
+        return ""
 
     def event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
         """Return one event of a stream."""

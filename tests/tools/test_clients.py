@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
-from test_serve import Running  # noqa: E402
+from test_serve import running  # noqa: E402, F401 (a fixture)
 
 from helpers import fresh  # noqa: E402
 from run.generate import encode, generate  # noqa: E402
@@ -21,14 +21,7 @@ from run.generate import encode, generate  # noqa: E402
 QUESTIONS = ["Hello", "def f(x):", "Write a class.", "Why?"]
 
 
-@pytest.fixture(scope="module")
-def running():
-    running = Running()
-    yield running
-    running.close()
-
-
-def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:
+def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:  # noqa: F811
     """The text of `generate` for a chat."""
     engine = fresh(running.engine)
     ids = encode(engine, turns, list(answers))
@@ -48,7 +41,7 @@ def client_run(*argv: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_official_client(running):
+def test_the_official_client(running):  # noqa: F811
     """A conversation of three turns, streamed, with the usage; each turn is what `generate` makes of it."""
     messages, answers = [], []
     stops = ["\n\n\n", "###"]
@@ -68,7 +61,7 @@ def test_the_official_client(running):
         messages.append({"role": "assistant", "content": text})
 
 
-def test_llm(running, tmp_path):
+def test_llm(running, tmp_path):  # noqa: F811
     """The program of that name, with options, streamed and whole, and a conversation that goes on."""
     pytest.importorskip("llm", reason="pip install llm")
     Path(tmp_path, "extra-openai-models.yaml").write_text(
@@ -103,7 +96,7 @@ metric_list:
 """
 
 
-def test_lm_eval(running, tmp_path):
+def test_lm_eval(running, tmp_path):  # noqa: F811
     """Its local-chat-completions, two requests at a time, on a task whose targets are the texts of `generate`."""
     pytest.importorskip("lm_eval", reason="pip install lm_eval[api]")
     data = tmp_path / "questions.jsonl"

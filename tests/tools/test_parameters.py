@@ -196,6 +196,7 @@ def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
         (strict, {"messages": [USER], "response_format": schema}),
         (fixed, {"messages": [system, USER]}),
         (fixed, {"messages": [USER], "tools": [NOW]}),
+        (fixed, {"messages": [USER, calls({}), RESULT]}),
         (plain, {"messages": [USER]}),
     ):
         said = refused(own, **body)

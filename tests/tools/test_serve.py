@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -36,7 +37,6 @@ from run.scheduler import Request  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
 from server import app as serve  # noqa: E402
 from server import parameters, transport  # noqa: E402
-from server.bodies import Chat  # noqa: E402
 
 PROMPT = "def read_lines(path):"
 TREE = ["--tree", "auto:4,4,12"]
@@ -225,18 +225,6 @@ def test_chat(running):
     assert "".join(event.choices[0].delta.content for event in events) == want.text[0]
 
 
-def test_stop_strings(running):
-    whole = running.complete(seed=5, max_tokens=60).choices[0].text
-    stop = whole[len(whole) // 2 :][:4]
-    for stops in (stop, [stop, "never said"]):
-        found = running.complete(seed=5, max_tokens=60, stop=stops)
-        assert found.choices[0].text == whole[: whole.index(stop)]
-        assert found.choices[0].finish_reason == "stop"
-    events = running.complete(seed=5, max_tokens=60, stop=stop, stream=True)
-    text = "".join(event.choices[0].text for event in events)
-    assert text == whole[: whole.index(stop)] and found.usage.completion_tokens < 60
-
-
 @pytest.mark.parametrize("stops", [False, True])
 def test_logprobs_of_a_completion(running, stops):
     """With the texts of tokens, their places, and the likeliest ones; they end where the text does."""
@@ -259,6 +247,14 @@ def test_logprobs_of_a_completion(running, stops):
         own = [event for event in events if event.index == choice.index]
         joined = [token for event in own for token in event.logprobs.token_logprobs]
         assert joined == scores.token_logprobs
+    if stops:
+        assert found.choices[0].text == text[: text.index(options["stop"])]
+        assert found.choices[0].finish_reason == "stop"
+        events = running.complete(
+            **options | {"stop": [options["stop"], "never said"]}, stream=True
+        )
+        parts = [event.choices[0].text for event in events if event.choices[0].index == 0]
+        assert "".join(parts) == found.choices[0].text
     plain = running.complete(**options | {"logprobs": 0}).choices[0].logprobs
     assert plain.token_logprobs == found.choices[0].logprobs.token_logprobs
     assert [len(top) for top in plain.top_logprobs] == [1] * len(plain.tokens)
@@ -469,20 +465,6 @@ def test_a_seed_is_drawn_and_told(running):
     assert running.complete(seed=seed).choices[0].text == text
 
 
-def test_whole_numbers_with_a_point(running):
-    """As clients send them whose numbers are floats."""
-    body = {"prompt": [3, 4, 5], "max_tokens": 5, "top_k": 40, "seed": 3, "n": 2, "logprobs": 1}
-    floats = {"prompt": [3.0, 4.0, 5.0]} | {
-        name: float(body[name]) for name in body.keys() - {"prompt"}
-    }
-    plain, pointed = (running.raw(json.dumps(each).encode()) for each in (body, floats))
-    assert plain[0] == pointed[0] == 200 and plain[1]["choices"] == pointed[1]["choices"]
-    for name in body.keys() - {"prompt"}:
-        status, found = running.raw(json.dumps(body | {name: 2.5}).encode())
-        assert status == 400 and found["error"]["message"].endswith("; it is 2.5"), name
-    assert running.raw(json.dumps(body | {"prompt": [3.5]}).encode())[0] == 400
-
-
 def test_too_many_are_refused(running):
     streams = [running.complete(max_tokens=400, stream=True, n=3) for _ in range(5)]
     try:
@@ -493,15 +475,6 @@ def test_too_many_are_refused(running):
             stream.close()
     wait_for(lambda: not running.batcher.jobs)
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
-
-
-def test_health():
-    running = Running()
-    assert running.raw(b"", "/health", "GET") == (200, {"status": "ok"})
-    running.batcher.close()
-    status, found = running.raw(b"", "/health", "GET")
-    assert status == 503 and "decodes no answers" in found["error"]["message"]
-    running.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -540,19 +513,10 @@ def test_cycles_of_all_kinds_are_warm_before_a_request():
     )
 
 
-def test_without_a_template_a_chat_is_refused(running):
-    reader = serve.RequestReader(
-        replace(running.engine, config=replace(running.engine.config, chat=None)),
-        running.server.config,
-        "demo",
-    )
-    with pytest.raises(serve.Refusal, match="no chat template here; ask for completions"):
-        reader.read(Chat, {"messages": [{"role": "user", "content": "a"}]})
-
-
 @pytest.mark.parametrize("part", ["step", "admit"])
 def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running = Running()
+    assert running.raw(b"", "/health", "GET") == (200, {"status": "ok"})
     monkeypatch.setattr(running.batcher.scheduler.session, part, lambda *_: 1 / 0)
     with pytest.raises(
         openai.InternalServerError, match="the decoding thread failed; see the terminal"
@@ -561,6 +525,9 @@ def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     with pytest.raises(serve.Refusal, match="the decoding thread failed") as refused:
         running.batcher.submit([])
     assert refused.value.status == 500 and "ZeroDivisionError" in capfd.readouterr().err
+    with pytest.raises(serve.Refusal, match="decodes no answers") as refused:
+        asyncio.run(running.server.health(None))
+    assert refused.value.status == 503
     running.thread.join(60)
     assert running.status == 1
     running.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,9 @@ openai = pytest.importorskip("openai")
 from test_chat import template_of  # noqa: E402
 from test_serve import Running  # noqa: E402
 
-from files.chat import CHAT_TEMPLATES  # noqa: E402
 from helpers import fresh  # noqa: E402
 from run.generate import generate  # noqa: E402
 from run.options import DEMO  # noqa: E402
-from server import app as serve  # noqa: E402
-from server.bodies import Chat  # noqa: E402
 from server.call_forms import form_of  # noqa: E402
 from server.tool_calls import Tools  # noqa: E402
 
@@ -158,19 +154,3 @@ def test_calls_of_the_models_own(folder, tmp_path):
     without = ask(running, tools=TOOLS, tool_choice="none", max_tokens=200).choices[0]
     assert without.finish_reason == "stop" and without.message.content.count(call) == 2
     running.close()
-
-
-CALLED = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-TOLD = {"role": "tool", "tool_call_id": "a", "content": "x"}
-
-
-def test_a_template_without_tools_is_named(running):
-    template = CHAT_TEMPLATES["vicuna"]
-    config = replace(running.engine.config, chat="vicuna")
-    engine = replace(running.engine, template=template, config=config)
-    reader = serve.RequestReader(engine, replace(running.server.config, chat="vicuna"), "demo")
-    conversation = [*ASKED, {"role": "assistant", "tool_calls": [CALLED]}, TOLD]
-    for body in ({"messages": ASKED, "tools": TOOLS}, {"messages": conversation}):
-        with pytest.raises(serve.Refusal, match="chat template vicuna knows no tools") as refused:
-            reader.read(Chat, body)
-        assert refused.value.status == 400
