@@ -6,15 +6,13 @@ no file. The text means nothing.
 1. `RandomWeights` makes every tensor in memory when it is read, in the layers' own shapes. The row
    of token t in the embedding is that of token t + 1 in the LM head: vanilla counts upwards.
 2. `OracleDrafter` runs an EAGLE-2 head of the target's shape, which takes a trained one's time, and
-   then puts the next tokens in the places of a tree where `RATES` says that a head finds them.
+   puts the next token of the text among the children where `RATES` says that a head finds it.
 
-Trade-off: the tree's shape is always the best one for these rates, and a trained head's follows
-the text. Not here: reading files; heads of other kinds.
+Not here: reading files; heads of other kinds; random GGUF files (scripts/bench/random_file.py).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import zlib
 from collections.abc import Callable
@@ -23,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from draft_tree import DraftTree, DynamicTree, StaticTree
+from draft_tree import DynamicTree, Scores, StaticTree
 from drafters import DraftInputs
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
 from files.checkpoint import TensorSource
@@ -34,11 +32,9 @@ from files.io import read_json
 from model import DTYPES, ModelConfig, Transformer, weight_names
 from options import log_note, require
 from quantize import Quantization
-from reference import ancestors
 from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
 from run.options import GenerateConfig
-from runtime import replace_fields
 
 # name -> width, layers, heads of 128, KV heads, width of the feed-forward, vocabulary
 SHAPES = {
@@ -57,10 +53,18 @@ SIZES = (
     "intermediate_size",
     "vocab_size",
 )
+OF_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
 # by depth, the last for all deeper ones, and by rank: how often the next token is that child of its
 # parent. A tree of 60 nodes has about 4.65 tokens a pass with these, as in EAGLE-2's paper.
 RATES = ((0.77, 0.1, 0.04, 0.02), (0.75, 0.09, 0.03, 0.02), (0.73, 0.08, 0.03, 0.02))
 PERIOD = 4093  # positions after which the draws repeat; a prime
+FAR = 50.0  # the logits of a node's other tokens lie at least as far below those of its children
 # the embedding beside the outputs of all layers, so that the residual stream keeps the token
 EMBEDDING_SIZE = 4.0
 
@@ -74,10 +78,7 @@ def raw_config(shape: str) -> dict[str, Any]:
     Raises: ValueError for anything else.
     """
     if shape in SHAPES:
-        sizes = dict(zip(SIZES, SHAPES[shape]))
-        return sizes | {"architectures": ["LlamaForCausalLM"], "head_dim": 128,
-                        "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
-                        "torch_dtype": "bfloat16"}  # fmt: skip
+        return dict(zip(SIZES, SHAPES[shape])) | OF_LLAMA
     path = Path(shape)
     path = path / "config.json" if path.is_dir() else path
     known = f"one of {', '.join(SHAPES)}, or a config.json"
@@ -87,36 +88,52 @@ def raw_config(shape: str) -> dict[str, Any]:
     return raw | {"tie_word_embeddings": False}  # the LM head has the rows one further
 
 
+def tensor_sizes(
+    module: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the size of every tensor that the parameters of a module are made of.
+
+    names: of the tensors, by parameter
+    """
+    found = {}
+    for ours, theirs in names.items():
+        size = tuple(module.get_parameter(ours).shape)
+        count = len(theirs)
+        if len(size) > 1 and count >= size[0] > 1:  # of experts
+            count //= size[0]
+            size = size[1:]
+        rows = size[0] // count
+        heights = [rows] * (count - 1) + [size[0] - rows * (count - 1)]
+        if ".wqkv." in ours and count == 3:
+            usual = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+            keys = config.n_kv_heads * config.head_dim * (size[0] // usual)  # or wider heads
+            heights = [size[0] - 2 * keys, keys, keys]
+        for number, name in enumerate(theirs):
+            found[name] = (heights[number % count], *size[1:])
+    return found
+
+
 class RandomWeights(TensorSource):
-    """Tensors that are made when they are read: the same for a name, a shape and a device."""
+    """Tensors that are made when they are read: the same for a name, a size and a device.
+
+    tokens: those that the text has
+    """
 
     makes_tensors = True
 
     def __init__(
-        self,
-        raw: dict[str, Any],
-        sizes: dict[str, tuple[int, ...]],
-        names: dict[str, tuple[str, ...]],
-        qkv: tuple[int, ...],
-        device: str,
-        tokens: int = 0,
+        self, raw: dict[str, Any], sizes: dict[str, tuple[int, ...]], device: str, tokens: int = 0
     ):
-        """Name the tensors.
-
-        sizes, names: of our parameters, and the tensors that each is made of
-        qkv: rows of queries, keys and values; tokens: those that the text has
-        """
         self.path = Path(f"--random {raw.get('hidden_size', '')}")
         self.config = raw
         self.device = device
         self.tokens = tokens
         self.dtype = DTYPES.get(str(raw.get("torch_dtype")), torch.bfloat16)
-        self.readers: dict[str, Callable[[], Tensor]] = {}
-        for ours, theirs in names.items():
-            for name, size in zip(theirs, part_sizes(sizes[ours], len(theirs), qkv)):
-                self.readers[name] = partial(self.make, name, size)
+        self.readers: dict[str, Callable[[], Tensor]] = {
+            name: partial(self.make, name, size) for name, size in sizes.items()
+        }
         if LM_HEAD in self.readers:
-            self.readers[EMBEDDING] = partial(self.make_embedding, sizes["embedding.weight"])
+            self.readers[EMBEDDING] = self.make_embedding
 
     def make(self, name: str, size: tuple[int, ...]) -> Tensor:
         """Make a tensor: rows of length 1, norms of ones, no biases."""
@@ -128,32 +145,12 @@ class RandomWeights(TensorSource):
         numbers = torch.empty(size, dtype=self.dtype, device=self.device)
         return numbers.uniform_(-high, high, generator=generator)
 
-    def make_embedding(self, size: tuple[int, ...]) -> Tensor:
+    def make_embedding(self) -> Tensor:
         """Make the embedding: the row of a token is that of the next one in the LM head."""
-        rows = self.readers[LM_HEAD]().mul_(EMBEDDING_SIZE * math.sqrt(size[1]))
+        rows = self.readers[LM_HEAD]()
+        rows *= EMBEDDING_SIZE * math.sqrt(rows.shape[1])
         rows[: self.tokens] = rows[: self.tokens].roll(-1, 0)
         return rows
-
-
-def part_sizes(size: tuple[int, ...], count: int, qkv: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the sizes of the tensors that a parameter is made of, one below the other."""
-    if len(size) == 3 or (len(size) == 2 and count >= size[0]):  # of experts
-        each = part_sizes(size[1:], count // size[0], qkv)
-        return each * size[0]
-    rows = size[0] // count
-    heights = [rows] * (count - 1) + [size[0] - rows * (count - 1)]
-    if count == len(qkv) and sum(qkv) == size[0]:
-        heights = [*qkv]
-    return [(height, *size[1:]) for height in heights]
-
-
-def sizes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in module.named_parameters()}
-
-
-def qkv_of(config: ModelConfig) -> tuple[int, ...]:
-    heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-    return tuple(config.head_dim * count for count in heads)
 
 
 def text_tokens(config: GenerateConfig, vocab_size: int) -> int:
@@ -179,8 +176,8 @@ def target_source(config: GenerateConfig) -> TensorSource:
         "head is right at the rates of drafts/random_model.py"
     )
     with torch.device("meta"):
-        sizes = sizes_of(Transformer(own))
-    return RandomWeights(raw, sizes, weight_names(own), qkv_of(own), config.device, tokens)
+        sizes = tensor_sizes(Transformer(own), weight_names(own), own)
+    return RandomWeights(raw, sizes, config.device, tokens)
 
 
 def head_source(target: ModelConfig, device: str) -> TensorSource:
@@ -190,54 +187,36 @@ def head_source(target: ModelConfig, device: str) -> TensorSource:
     own = EagleConfig(config_from(raw, "LlamaForCausalLM"))
     with torch.device("meta"):
         head = EagleHead(own)
-    return RandomWeights(raw, sizes_of(head), head.weight_names(), qkv_of(own.model), device)
+    return RandomWeights(raw, tensor_sizes(head, head.weight_names(), own.model), device)
 
 
 # ---------------------------------------------------------------------------------------- the draft
 
 
-def rate_of(depth: int, rank: int) -> float:
-    """Return the rate of a child of a node at a depth; ranks beyond the table halve the last."""
-    rates = RATES[min(depth, len(RATES) - 1)]
-    last = len(rates) - 1
-    return rates[min(rank, last)] / 2 ** max(rank - last, 0)
+def rates(depth: int, width: int) -> Tensor:
+    """Return how often the next token is a child, by depth and rank: [depth, width] fp32.
 
-
-def path_value(path: tuple[int, ...]) -> float:
-    """Return the log-probability of a rank path."""
-    return sum(math.log(rate_of(depth, rank)) for depth, rank in enumerate(path))
-
-
-def best_paths(tree: DynamicTree) -> tuple[tuple[int, ...], ...]:
-    """Return the rank paths of a dynamic tree whose head scores children by their rates."""
-    paths: list[tuple[int, ...]] = []
-    queue: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    while len(paths) < tree.size:
-        _, path = heapq.heappop(queue)
-        paths.append(path)
-        if len(path) < tree.depth:
-            children = [(*path, rank) for rank in range(tree.topk)]
-            for child in children:
-                heapq.heappush(queue, (-path_value(child), child))
-    return tuple(paths[1:])
+    Ranks beyond the table halve the last rate, and are never right.
+    """
+    halves = [0.5**n for n in range(1, width + 1)]
+    rows = [RATES[min(level, len(RATES) - 1)] for level in range(depth)]
+    return torch.tensor([[*row, *(row[-1] * half for half in halves)][:width] for row in rows])
 
 
 def right_ranks(depth: int) -> Tensor:
     """Draw the rank of the next token at every position and depth: [PERIOD, depth] int64.
 
-    A rank beyond the table's is that of no child.
+    -1: it is no child.
     """
     draw = torch.rand(depth, PERIOD, generator=torch.Generator().manual_seed(1))
-    ranks = []
-    for level in range(depth):
-        bounds = torch.tensor(RATES[min(level, len(RATES) - 1)]).cumsum(0)
-        missed = draw[level] >= bounds[-1]
-        ranks.append(torch.bucketize(draw[level], bounds, right=True).masked_fill(missed, -1))
-    return torch.stack(ranks, 1)
+    known = len(RATES[0])
+    bounds = rates(depth, known).cumsum(1)  # [D, 4]
+    ranks = torch.searchsorted(bounds, draw, right=True)  # [D, PERIOD]
+    return ranks.masked_fill(ranks == known, -1).T.contiguous()
 
 
 class OracleDrafter(EagleDrafter):
-    """Drafts with a head, and then puts the next tokens where its rates say.
+    """Drafts with a head whose logits of the children are replaced by those of the rates.
 
     tokens: those that the text has, one after the other
     """
@@ -246,37 +225,20 @@ class OracleDrafter(EagleDrafter):
 
     def _set_tree(self, tree: DynamicTree | StaticTree) -> None:
         super()._set_tree(tree)
-        shape = tree
-        if isinstance(tree, DynamicTree):
-            shape = StaticTree(best_paths(tree))
-        order = [path for level in shape.levels for path in level]
-        parents = torch.tensor([[order.index(path[:-1]) for path in order]])  # [1, N]
-        ranks = right_ranks(shape.depth)
-        right = torch.ones(PERIOD, len(order), dtype=torch.bool)
-        for node, path in enumerate(order):
-            right[:, node] = (ranks[:, : len(path)] == torch.tensor(path)).all(1)
-        self.right = right.to(self.device)  # [PERIOD, N]: the node has the text's token
-        self.parents = parents.to(self.device)
-        self.values = torch.tensor([list(map(path_value, order))], device=self.device)  # [1, N]
-        self.others = torch.arange(len(order), device=self.device)  # [N]
-        self.depths, self.mask = ancestors(self.parents, shape.depth)
+        self.ranks = torch.arange(self.width, device=self.device)  # [K]
+        self.right = right_ranks(self.depth).to(self.device)  # [PERIOD, D]
+        self.values = rates(self.depth, self.width).log().to(self.device)  # [D, K]
 
-    def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
-        drafted = super().propose(state, inputs)
+    def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores:
+        z = self.logits(out, level)  # [B, R, V]
         text = inputs.text
-        known = text.root[:, None] + self.depths  # [B, N]
-        # all other nodes have tokens that no node beside them has
-        tokens = torch.where(self.right[text.pos % PERIOD], known, known + self.others)
-        tokens = torch.where(self.depths > 0, tokens % self.tokens, drafted.tokens)
-        B = len(tokens)
-        return replace_fields(
-            drafted,
-            tokens=tokens,
-            parents=self.parents.expand(B, -1),
-            depths=self.depths.expand(B, -1),
-            mask=self.mask.expand(B, -1, -1),
-            values=self.values.expand(B, -1),
-        )
+        right = self.right[text.pos % PERIOD, level, None]  # [B, 1]
+        # all other children have tokens that no sibling has
+        ahead = torch.where(self.ranks == right, 0, self.ranks + 1)  # [B, K]
+        tokens = (text.root[:, None] + level + 1 + ahead) % self.tokens
+        index = tokens[:, None].expand(-1, z.shape[1], -1)  # [B, R, K]
+        z = z - z.amax(-1, keepdim=True) - FAR
+        return Scores(z.scatter(-1, index, self.values[level].expand_as(index)))
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:

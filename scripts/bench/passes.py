@@ -4,8 +4,8 @@
    random_file.py instead of a checkpoint is a random model of that shape.
 2. A pass reads the rows behind them and computes the logits of every one; where there are more
    than 64, as of a prompt, those of the last one only. States replay a token, as in each cycle.
-3. All run in turn. A measurement is some passes in a row, as in a text. The table shows least and
-   median times, and the median of pairs.
+3. All run in turn. A measurement is some passes in a row, as in a text. Tables show median and
+   least times, and medians of pairs.
 4. llama.cpp reads a GGUF file of the same weights, behind as many tokens or some more.
 """
 
@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import truediv
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -30,17 +28,14 @@ from run.stats import peak_memory_bytes
 from runtime import replace_fields
 from scripts.bench import random_file
 from scripts.bench.cases import PassesOptions
-from scripts.bench.common import Log, environment, in_turn
+from scripts.bench.common import Report, times_by_rows
 from scripts.bench.contestants import gguf_of
 from scripts.bench.linear import check_units
 from scripts.bench.llama_peer import LlamaCpp
-from scripts.bench.table import markdown
 
 MOST_LOGITS = 64  # rows whose logits are all computed
-PEER = ("llama.cpp", "16 bits")  # in the place of a unit and a cache
 REST_S = 0.02  # before a measurement, in which the threads of the one before go to sleep
 IN_A_ROW = 6  # passes of a measurement, as in a text; of a prompt one
-HEAD = ("rows", "unit", "cache", "least ms", "median ms", "over the first", "over the first rows")
 
 
 def filled_cache(target: Transformer, dtype: torch.dtype, cached: int, rows: int) -> KVCache:
@@ -91,9 +86,9 @@ class PeerPasses:
 
 
 def timed(seconds: Callable[[int], float], rows: int, unit: str) -> float:
-    """Return the seconds of a pass, the mean of some in a row."""
+    """Return the seconds of a pass, the mean of some in a row. unit: of AMX tiles; "": none"""
     time.sleep(REST_S)
-    if unit != PEER[0]:
+    if unit:
         torch.ops.gpt_eagle.use_tiles(unit)
     count = IN_A_ROW if rows <= MOST_LOGITS else 1
     return sum(seconds(rows) for _ in range(count)) / count
@@ -104,7 +99,7 @@ def run(config: PassesOptions) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if config.checkpoint in random_file.SHAPES:
             file = Path(folder) / f"{config.checkpoint}.gguf"
-            random_file.write(random_file.SHAPES[config.checkpoint](), file)
+            random_file.write(random_file.SHAPES[config.checkpoint], file)
             config = replace(config, checkpoint=str(file))
         measure(config, Path(folder))
 
@@ -118,31 +113,24 @@ def measure(config: PassesOptions, folder: Path) -> None:
         GenerateConfig(**model, **ids, draft="none", device="cpu", threads=config.threads)
     )
     check_units(config.units)
-    machine = environment("cpu")
-    log = Log(config.json, "--json")
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    report = Report(config.json, **model)
     target = engine.target
     rows = [int(number) for number in config.rows.split(",")]
     dtypes = {"16 bits": torch.bfloat16} | ({config.kv: torch.int8} if config.kv else {})
-    ways = {}
-    for name, dtype in dtypes.items():
+    runs = {}
+    for kv, dtype in dtypes.items():
         cache = filled_cache(target, dtype, config.cached, max(rows))
+        seconds = partial(seconds_of_pass, target, cache, config.cached)
         for unit in config.units.split(","):
-            ways[unit, name] = partial(seconds_of_pass, target, cache, config.cached)
+            name = f"cache in {kv}, tiles {unit}"
+            runs |= {(name, n): partial(timed, seconds, n, unit) for n in rows}
     memory = peak_memory_bytes("cpu")
     if config.llama_cpp:
         file = gguf_of(Path(config.checkpoint), config.llama_cpp, folder)
-        ways[PEER] = PeerPasses(file, config.cached, max(rows)).seconds
-    runs = {(n, *way): partial(timed, ways[way], n, way[0]) for n in rows for way in ways}
-    taken = in_turn(runs, config.rounds, "passes")
-    lines = []
-    for (n, unit, cache), seconds in taken.items():
-        of_first = median(map(truediv, seconds, taken[(n, *next(iter(ways)))]))
-        of_rows = median(map(truediv, seconds, taken[rows[0], unit, cache]))
-        times = [min(seconds) * 1e3, median(seconds) * 1e3, of_first, of_rows]
-        lines.append([str(n), unit, cache, *(f"{x:.2f}" for x in times)])
-        row = dict(zip(HEAD, (n, unit, cache, *times)))
-        log.add([row | model | {"environment": machine}])
-    print("\n" + markdown(HEAD, lines))
+        peer = PeerPasses(file, config.cached, max(rows))
+        runs |= {("llama.cpp", n): partial(timed, peer.seconds, n, "") for n in rows}
+    first = next(iter(runs))[0]
+    beside = {name: first for name, _ in runs}
+    times_by_rows(report, Path(config.checkpoint).name, runs, config.rounds, beside, {})
     both = f", with llama.cpp {peak_memory_bytes('cpu') / 1e9:.2f} GB" if config.llama_cpp else ""
-    print(f"peak memory before the passes: {memory / 1e9:.2f} GB{both}")
+    print(f"\npeak memory before the passes: {memory / 1e9:.2f} GB{both}")

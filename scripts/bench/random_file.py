@@ -1,9 +1,10 @@
 """Write GGUF files with random weights in the shapes of published models, for rates alone.
 
-    random_file.write(random_file.SHAPES["qwen3.5-0.8b"](), file)  # passes.py does it
+    random_file.write(random_file.SHAPES["qwen3.5-0.8b"], file)  # passes.py does it
 
-1. `SHAPES` has the metadata and the tensors of a model by llama.cpp's names. Large ones have fewer
-   layers, and a vocabulary that is smaller by as much, so that the LM head keeps its share.
+1. `SHAPES` has the metadata of such files. A file has the tensors of the model that our reader
+   makes of it, by the names of the package gguf. Large models have fewer layers, and a vocabulary
+   that is smaller by as much, so that the LM head keeps its share.
 2. Blocks are random bytes with scales that keep a layer's rows at their size. So a file is written
    as fast as its bytes, and no weight is rounded.
 
@@ -14,32 +15,50 @@ in and out. Types: those that llama.cpp's Q4_K_M gives a matrix, but Q8_0 and MX
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from drafts.random_model import tensor_sizes
+from files.config import read_config
+from files.gguf import TYPES, config_of
+from files.gguf_header import Header, Info, Metadata
+from model import Transformer, weight_names
 from scripts import gguf_file
 
-# ggml's type of a tensor, its name and its size; the size of a norm, conv or bias has no type
-Tensor = tuple[str, str, tuple[int, ...]]
-CODES = {"Q4_K": 144, "Q6_K": 210, "Q8_0": 34, "MXFP4": 17}  # bytes of a block
-NUMBERS = {"Q4_K": 256, "Q6_K": 256, "Q8_0": 32, "MXFP4": 32}  # weights of a block
+Size = tuple[int, ...]
+BLOCKS = {kind.name: kind for kind in TYPES.values()}
+# the place of a block's scale, and the weights' deviation in scales: 27 to 45 as the scale of a
+# sub-block is enough for rates
+SCALES = {"Q4_K": (0, 170), "Q6_K": (208, 1370), "Q8_0": (0, 74)}
+# names that the package gguf has otherwise
+RENAMED = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias", "model.norm": "model.embedding_norm"}
 
 
 class Shape(NamedTuple):
-    """A model: llama.cpp's name of its architecture, its metadata, and its tensors."""
+    """A model: llama.cpp's name of its architecture, its tokens, and its metadata."""
 
     architecture: str
+    vocab: int
     keys: dict[str, Any]
-    tensors: list[Tensor]
+    # sizes of tensors that no parameter tells, and of those that say which model it is
+    sizes: dict[str, Size] = {}
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of a file."""
+        named = {f"{self.architecture}.{key}": value for key, value in self.keys.items()}
+        of_tokens = {"vocab_size": self.vocab, "context_length": 8192, "rope.freq_base": 1e6}
+        return named | {f"{self.architecture}.{key}": value for key, value in of_tokens.items()}
 
 
-def common(layers: int, dim: int, heads: int, kv_heads: Any, head_dim: int, ffn: int) -> dict:
-    """Return the metadata that every architecture has."""
+def sizes(layers: int, dim: int, heads: int, kv_heads: Any, head_dim: int, ffn: Any) -> dict:
+    """Return the metadata of the sizes that every architecture has."""
     return {
         "block_count": layers,
-        "context_length": 8192,
         "embedding_length": dim,
         "feed_forward_length": ffn,
         "attention.head_count": heads,
@@ -47,185 +66,129 @@ def common(layers: int, dim: int, heads: int, kv_heads: Any, head_dim: int, ffn:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1e6,
         "rope.dimension_count": head_dim,
     }
 
 
-def attention(dim: int, queries: int, keys: int, out: int = 0) -> list[Tensor]:
-    """Return the matrices of attention. out: inputs of the last one, if not `queries`"""
-    return [
-        ("Q4_K", "attn_q.weight", (queries, dim)),
-        ("Q4_K", "attn_k.weight", (keys, dim)),
-        ("Q6_K", "attn_v.weight", (keys, dim)),
-        ("Q4_K", "attn_output.weight", (dim, out or queries)),
-    ]
-
-
-def feed_forward(dim: int, width: int, i: int) -> list[Tensor]:
-    """Return the matrices of a feed-forward. Q4_K_M keeps half of `ffn_down` in 6 bits."""
-    return [
-        ("Q4_K", "ffn_gate.weight", (width, dim)),
-        ("Q4_K", "ffn_up.weight", (width, dim)),
-        ("Q6_K" if i % 2 else "Q4_K", "ffn_down.weight", (dim, width)),
-    ]
-
-
-def ones(*names_and_sizes: Any) -> list[Tensor]:
-    """Return norms: name, size, name, size ..."""
-    pairs = zip(names_and_sizes[::2], names_and_sizes[1::2])
-    return [("F32", f"{name}.weight", (size,)) for name, size in pairs]
-
-
 def qwen35(layers: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Shape:
     """Qwen3.5: three layers of four are GatedDeltaNet, with 16 heads of 128."""
-    head_dim, values, width = 256, 16, 128
-    inner = values * width
-    keys = common(layers, dim, heads, kv_heads, head_dim, ffn) | {
+    keys = sizes(layers, dim, heads, kv_heads, 256, ffn) | {
         "rope.dimension_count": 64, "rope.dimension_sections": [11, 11, 10, 0],
-        "ssm.conv_kernel": 4, "ssm.inner_size": inner, "ssm.state_size": width,
-        "ssm.time_step_rank": values, "ssm.group_count": values, "full_attention_interval": 4,
+        "ssm.conv_kernel": 4, "ssm.inner_size": 2048, "ssm.state_size": 128,
+        "ssm.time_step_rank": 16, "ssm.group_count": 16, "full_attention_interval": 4,
     }  # fmt: skip
-    tensors: list[Tensor] = [("Q6_K", "token_embd.weight", (vocab, dim))]
-    for i in range(layers):
-        own = ones("attn_norm", dim, "post_attention_norm", dim) + feed_forward(dim, ffn, i)
-        if i % 4 == 3:
-            out = heads * head_dim
-            own += attention(dim, 2 * out, kv_heads * head_dim, out)
-            own += ones("attn_q_norm", head_dim, "attn_k_norm", head_dim)
-        else:
-            own += [
-                ("Q4_K", "attn_qkv.weight", (3 * inner, dim)),
-                ("Q4_K", "attn_gate.weight", (inner, dim)),
-                ("Q4_K", "ssm_beta.weight", (values, dim)),
-                ("Q4_K", "ssm_alpha.weight", (values, dim)),
-                ("Q4_K", "ssm_out.weight", (dim, inner)),
-                ("F32", "ssm_conv1d.weight", (3 * inner, 4)),
-                ("F32", "ssm_a", (values,)),
-                ("F32", "ssm_dt.bias", (values,)),
-            ] + ones("ssm_norm", width)
-        tensors += [(kind, f"blk.{i}.{name}", size) for kind, name, size in own]
-    return Shape("qwen35", keys, tensors + ones("output_norm", dim))
+    rows = {"attn_qkv": 6144, "attn_gate": 2048, "ssm_beta": 16, "ssm_alpha": 16}
+    return Shape("qwen35", vocab, keys, {name: (count, dim) for name, count in rows.items()})
 
 
 def lfm2(layers: int, full: tuple[int, ...], dim: int, heads: int, kv: int, ffn: int) -> Shape:
     """LFM2: gated convolutions over three tokens. full: layers of attention"""
-    vocab, head_dim = 65536, dim // heads
     counts = [kv * (i in full) for i in range(layers)]
-    keys = common(layers, dim, heads, counts, head_dim, ffn) | {"shortconv.l_cache": 3}
-    tensors: list[Tensor] = [("Q6_K", "token_embd.weight", (vocab, dim))]
-    for i in range(layers):
-        own = ones("attn_norm", dim, "ffn_norm", dim) + feed_forward(dim, ffn, i)
-        if i in full:
-            own += attention(dim, dim, kv * head_dim)
-            own += ones("attn_q_norm", head_dim, "attn_k_norm", head_dim)
-        else:
-            own += [
-                ("Q4_K", "shortconv.in_proj.weight", (3 * dim, dim)),
-                ("Q4_K", "shortconv.out_proj.weight", (dim, dim)),
-                ("F32", "shortconv.conv.weight", (dim, 3)),
-            ]
-        tensors += [(kind, f"blk.{i}.{name}", size) for kind, name, size in own]
-    return Shape("lfm2", keys, tensors + ones("token_embd_norm", dim))
+    keys = sizes(layers, dim, heads, counts, dim // heads, ffn) | {"shortconv.l_cache": 3}
+    return Shape("lfm2", 65536, keys)
 
 
 def gemma4(layers: int, shared: int, full: tuple[int, ...], vocab: int) -> Shape:
     """Gemma 4 E2B. shared: the last layers, which read others' caches; full: those that see all"""
-    dim, heads, ffn, inputs = 1536, 8, 6144, 256
-    widths = [ffn * (1 + (i >= layers - shared)) for i in range(layers)]
-    keys = common(layers, dim, heads, [1] * layers, 512, widths) | {
+    widths = [6144 * (1 + (i >= layers - shared)) for i in range(layers)]
+    keys = sizes(layers, 1536, 8, [1] * layers, 512, widths) | {
         "attention.key_length_swa": 256, "attention.value_length_swa": 256,
         "rope.dimension_count_swa": 256, "rope.freq_base_swa": 10000.0,
         "attention.sliding_window": 512, "final_logit_softcapping": 30.0,
         "attention.sliding_window_pattern": [i not in full for i in range(layers)],
-        "attention.shared_kv_layers": shared, "embedding_length_per_layer_input": inputs,
+        "attention.shared_kv_layers": shared, "embedding_length_per_layer_input": 256,
     }  # fmt: skip
-    tensors: list[Tensor] = [
-        ("Q6_K", "token_embd.weight", (vocab, dim)),
-        ("Q6_K", "per_layer_token_embd.weight", (vocab, layers * inputs)),
-        ("Q4_K", "per_layer_model_proj.weight", (layers * inputs, dim)),
-        ("ROPE", "rope_freqs.weight", (256,)),
-    ]
-    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
-    for i in range(layers):
-        head_dim = 512 if i in full else 256
-        own = ones(*(part for name in norms for part in (name, dim)))
-        own += ones("attn_q_norm", head_dim, "layer_output_scale", 1)
-        own += feed_forward(dim, widths[i], i) + [
-            ("Q4_K", "inp_gate.weight", (inputs, dim)),
-            ("Q4_K", "proj.weight", (dim, inputs)),
-        ]
-        matrices = attention(dim, heads * head_dim, head_dim)
-        if i >= layers - shared:
-            matrices = [matrices[0], matrices[3]]
-        else:
-            own += ones("attn_k_norm", head_dim)
-        tensors += [(kind, f"blk.{i}.{name}", size) for kind, name, size in own + matrices]
-    return Shape("gemma4", keys, tensors + ones("output_norm", dim, "per_layer_proj_norm", inputs))
+    return Shape("gemma4", vocab, keys, {"rope_freqs.weight": (256,)})
 
 
 def gpt_oss(layers: int, vocab: int) -> Shape:
     """gpt-oss-20b: 32 experts in MXFP4, of which a token has four."""
-    dim, heads, kv_heads, head_dim, experts = 2880, 64, 8, 64, 32
-    keys = common(layers, dim, heads, kv_heads, head_dim, dim) | {
-        "expert_count": experts, "expert_used_count": 4, "expert_feed_forward_length": dim,
+    keys = sizes(layers, 2880, 64, 8, 64, 2880) | {
+        "expert_count": 32, "expert_used_count": 4, "expert_feed_forward_length": 2880,
         "attention.sliding_window": 128, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
         "rope.scaling.original_context_length": 4096,
     }  # fmt: skip
-    tensors: list[Tensor] = [
-        ("Q8_0", "token_embd.weight", (vocab, dim)),
-        ("Q8_0", "output.weight", (vocab, dim)),
-    ]
-    for i in range(layers):
-        own = ones("attn_norm", dim, "post_attention_norm", dim)
-        queries, keys_width = heads * head_dim, kv_heads * head_dim
-        for _, name, size in attention(dim, queries, keys_width):
-            own += [("Q8_0", name, size), ("F32", name.replace("weight", "bias"), size[:1])]
-        own += [
-            ("F32", "attn_sinks.weight", (heads,)),
-            ("F32", "ffn_gate_inp.weight", (experts, dim)),
-            ("F32", "ffn_gate_inp.bias", (experts,)),
-        ]
-        for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"):
-            own += [
-                ("MXFP4", f"{name}.weight", (experts, dim, dim)),
-                ("F32", f"{name}.bias", (experts, dim)),
-            ]
-        tensors += [(kind, f"blk.{i}.{name}", size) for kind, name, size in own]
-    return Shape("gpt-oss", keys, tensors + ones("output_norm", dim))
+    marks = {"output.weight": (vocab, 2880), "blk.0.attn_q.bias": (4096,)}
+    return Shape("gpt-oss", vocab, keys, marks)
 
 
 SHAPES = {
-    "qwen3.5-0.8b": lambda: qwen35(24, 1024, 8, 2, 3584, 248320),
-    "lfm2-350m": lambda: lfm2(16, (2, 5, 8, 10, 12, 14), 1024, 16, 8, 4608),
-    "lfm2-1.2b": lambda: lfm2(16, (2, 5, 8, 10, 12, 14), 2048, 32, 8, 8192),
-    "gemma4-e2b": lambda: gemma4(10, 5, (4, 9), 75008),  # of 35 layers and 262,144 tokens
-    "gpt-oss-20b": lambda: gpt_oss(4, 33536),  # of 24 layers and 201,088 tokens
+    "qwen3.5-0.8b": qwen35(24, 1024, 8, 2, 3584, 248320),
+    "lfm2-350m": lfm2(16, (2, 5, 8, 10, 12, 14), 1024, 16, 8, 4608),
+    "gemma4-e2b": gemma4(10, 5, (4, 9), 75008),  # of 35 layers and 262,144 tokens
+    "gpt-oss-20b": gpt_oss(4, 33536),  # of 24 layers and 201,088 tokens
 }
 
 
-# ------------------------------------------------------------------------------------------- files
+def tensors_of(shape: Shape) -> dict[str, Size]:
+    """Return the sizes of a file's tensors by llama.cpp's names."""
+    import gguf
+
+    layers = shape.keys["block_count"]
+    path = Path(shape.architecture)
+    metadata = Metadata(path)
+    metadata |= shape.metadata() | {"general.architecture": shape.architecture}
+    known = [*shape.sizes, *map(str, range(layers))]  # as many as layers, at least
+    header = Header(metadata, dict.fromkeys(known, Info(0, (), 0, None)))
+    embedding = (shape.vocab, shape.keys["embedding_length"])
+    config = read_config(path, config_of(header, dict.fromkeys(known, "F32"), embedding))
+    with torch.device("meta"):
+        official = tensor_sizes(Transformer(config), weight_names(config), config)
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[shape.architecture], layers)
+    found = {name: size for name, size in shape.sizes.items() if name.endswith(".weight")}
+    for name, size in official.items():
+        in_stack, experts = re.subn(r"experts\.\d+\.", "experts.", name)
+        renamed = in_stack
+        for old, new in RENAMED.items():
+            renamed = renamed.replace(old, new)
+        ends = (".weight", ".bias")
+        theirs = names.get_name(in_stack, ends) or names.get_name(renamed, ends)
+        if experts:
+            size = (shape.keys["expert_count"], *size)
+        elif len(size) == 3:  # of a convolution by channels
+            size = (size[0], size[2])
+        stem = theirs.removesuffix(".weight").split(".")[-1]
+        found[theirs] = shape.sizes.get(stem, size)
+    return found
 
 
-def random_bytes(kind: str, size: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+# ----------------------------------------------------------------------------------------- numbers
+
+
+def kind_of(name: str, size: Size, architecture: str) -> str:
+    """Return the type of a tensor."""
+    if (
+        len(size) == 1
+        or name.endswith("bias")
+        or re.search(r"conv\.weight|conv1d|ffn_gate_inp", name)
+    ):
+        return "F32"
+    if architecture == "gpt-oss":
+        return "MXFP4" if "_exps" in name else "Q8_0"
+    in_six = "token_embd" in name or "attn_v" in name
+    if "ffn_down" in name:  # of half of the layers
+        in_six = int(name.split(".")[1]) % 2 == 1
+    return "Q6_K" if in_six else "Q4_K"
+
+
+def random_bytes(kind: str, size: Size, draw: np.random.Generator) -> np.ndarray:
     """Return a matrix in blocks of a type: [..., bytes of a row] uint8."""
-    count = math.prod(size) // NUMBERS[kind]
-    blocks = draw.integers(0, 256, (count, CODES[kind]), np.uint8)
+    count = math.prod(size) // BLOCKS[kind].elements
+    blocks = draw.integers(0, 256, (count, BLOCKS[kind].size), np.uint8)
     deviation = size[-1] ** -0.5
     if kind == "MXFP4":
         blocks[:, 0] = 127 + round(math.log2(deviation / 2.9))
     else:
-        # of codes times the scales of sub-blocks: 27 to 45 is enough for rates
-        spread = {"Q4_K": 170, "Q6_K": 1370, "Q8_0": 74}[kind]
-        scale = np.array([deviation / spread], np.float16).view(np.uint8)
-        at = {"Q4_K": 0, "Q6_K": 208, "Q8_0": 0}[kind]
-        blocks[:, at : at + 2] = scale
+        at, spread = SCALES[kind]
+        scales = np.array([deviation / spread, 7.5 * deviation / spread], np.float16)
+        blocks[:, at : at + 2] = scales[:1].view(np.uint8)
         if kind == "Q4_K":  # the mean is zero: 7.5 is that of the codes
-            blocks[:, 2:4] = np.array([7.5 * deviation / spread], np.float16).view(np.uint8)
+            blocks[:, 2:4] = scales[1:].view(np.uint8)
     return blocks.reshape(*size[:-1], -1)
 
 
-def numbers_of(name: str, size: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+def numbers_of(name: str, size: Size, draw: np.random.Generator) -> np.ndarray:
     """Return a tensor in fp32: norms are ones, the rest is random."""
     if "norm" in name or "scale" in name:
         return np.ones(size, np.float32)
@@ -239,15 +202,14 @@ def numbers_of(name: str, size: tuple[int, ...], draw: np.random.Generator) -> n
 def write(shape: Shape, file: Path) -> None:
     """Write a file. Writes: `file`."""
     draw = np.random.default_rng(0)
-    metadata = {f"{shape.architecture}.{key}": value for key, value in shape.keys.items()}
-    metadata |= {
-        f"{shape.architecture}.vocab_size": shape.tensors[0][2][0],
-        "tokenizer.ggml.model": "no_vocab",
-    }
-    tensors = (
-        (name, random_bytes(kind, size, draw), kind)
-        if kind in CODES
-        else (name, numbers_of(name, size, draw), None)
-        for kind, name, size in shape.tensors
-    )
-    gguf_file.write(file, shape.architecture, metadata, tensors)
+
+    def tensors() -> Iterator[tuple[str, np.ndarray, str | None]]:
+        for name, size in tensors_of(shape).items():
+            kind = kind_of(name, size, shape.architecture)
+            if kind == "F32":
+                yield name, numbers_of(name, size, draw), None
+            else:
+                yield name, random_bytes(kind, size, draw), kind
+
+    metadata = shape.metadata() | {"tokenizer.ggml.model": "no_vocab"}
+    gguf_file.write(file, shape.architecture, metadata, tensors())

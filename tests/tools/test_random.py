@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 
-from draft_tree import DynamicTree, StaticTree
-from drafts.random_model import PERIOD, best_paths, right_ranks
+from drafts.random_model import PERIOD, right_ranks
 from run.generate import generate, load, main
 
 TINY = {
@@ -34,17 +32,6 @@ def shape_file(folder, keys):
     return str(path)
 
 
-def paths_of(tree):
-    return best_paths(tree) if isinstance(tree, DynamicTree) else tree.paths
-
-
-def accepted_at(tree):
-    """The tokens of a tree that are accepted at every position, by the table."""
-    paths = paths_of(tree)
-    ranks = right_ranks(max(map(len, paths)))
-    return sum((ranks[:, : len(path)] == torch.tensor(path)).all(1).int() for path in paths)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_counts_upwards_with_every_draft(tmp_path, family):
     random = shape_file(tmp_path, FAMILIES[family])
@@ -66,27 +53,19 @@ def test_sampled_text_is_vanilla_s(tmp_path):
     assert vanilla.tokens != [[prompt[-1] + n for n in range(1, 41)] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    "tree", [DynamicTree(6, 8, 32), StaticTree.chain(5)], ids=lambda tree: tree.name
-)
-def test_drafts_are_accepted_where_the_table_says(tmp_path, tree):
-    options = {"tree": "chain", "tree_depth": 5}
-    if isinstance(tree, DynamicTree):
-        options = {"tree": "dynamic", "tree_depth": 6, "tree_topk": 8, "tree_size": 32}
-    given = OPTIONS | {"random": shape_file(tmp_path, {}), "max_new_tokens": 120}
-    lengths = generate(load(**given, **options), PROMPTS[:1]).stats["accept_lengths"]
-    accepted = accepted_at(tree)
+def test_drafts_are_accepted_where_the_table_says(tmp_path):
+    """Position by position in a chain; a tree of 60 nodes has the tokens a pass of EAGLE-2's paper."""
+    random = shape_file(tmp_path, {"max_position_embeddings": 2048})
+    given = OPTIONS | {"random": random, "max_new_tokens": 120, "tree": "chain", "tree_depth": 5}
+    lengths = generate(load(**given), PROMPTS[:1]).stats["accept_lengths"]
+    accepted = (right_ranks(5) == 0).cumprod(1).sum(1)  # [PERIOD]
     position = len(PROMPTS[0])
     for length in lengths[:-1]:  # the last one is cut
         assert length == accepted[position % PERIOD]
         position += length + 1
-
-
-def test_the_table_has_the_tokens_a_pass_of_the_paper():
-    tree = DynamicTree(6, 10, 60)
-    paths = {(), *best_paths(tree)}
-    assert len(paths) == 60 and all(path[:-1] in paths for path in paths)
-    assert 1 + accepted_at(tree).float().mean() == pytest.approx(4.65, abs=0.1)
+    size = {"tree": "dynamic", "tree_depth": 6, "tree_topk": 10, "tree_size": 60}
+    stats = generate(load(**given | size | {"max_new_tokens": 800}), PROMPTS[:1]).stats
+    assert stats["tau"] == pytest.approx(4.65, abs=0.25)
 
 
 def test_everything_printed_says_that_the_text_means_nothing(capsys, tmp_path):
