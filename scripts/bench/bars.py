@@ -19,12 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from files.io import write_text
-from options import require
 from scripts.bench.cases import BarsOptions, is_peer
-from scripts.bench.common import Log
-from scripts.bench.table import markdown
+from scripts.bench.common import Log, markdown
 
-TEXTS = ("model", "format", "engine", "machine", "date", "commit")
 OURS = "gpt-eagle"  # engines of this project begin with it
 # of the picture, in pixels
 LABEL = 230  # width of the engines' names
@@ -35,47 +32,35 @@ HEAD = 30  # height of a group's title
 SpeedRow = dict[str, Any]
 
 
-def of_log(rows: list[dict[str, Any]]) -> list[SpeedRow]:
-    """Return the rows of a log of `speed`."""
-    found = []
-    for row in rows:
-        method = row["method"]
-        shape = re.search(r"(?:inflate|random)=([^,]+)", row["config"]["options"])
-        drafts = "no draft" if method == "none" else method
-        found.append(
-            {
-                "model": shape[1] if shape else Path(row["config"]["checkpoint"]).name,
-                "format": row["quant"],
-                "engine": method if is_peer(method) else f"{OURS}, {drafts}",
-                "task": row["task"],
-                "tokens_per_s": row["tokens_per_s"],
-                "tau": row["tau"],
-                "machine": row["environment"]["device"],
-                "date": row["environment"]["date"],
-                "commit": row["environment"]["commit"],
-            }
-        )
-        if row["identical"] is not None:
-            found[-1]["identical"] = row["identical"]
-    return found
+def of_log(row: dict[str, Any]) -> SpeedRow:
+    """Return the row of a line of a log of `speed`."""
+    method = row["method"]
+    shape = re.search(r"(?:inflate|random)=([^,]+)", row["config"]["options"])
+    drafts = "no draft" if method == "none" else method
+    found = {
+        "model": shape[1] if shape else Path(row["config"]["checkpoint"]).name,
+        "format": row["quant"],
+        "engine": method if is_peer(method) else f"{OURS}, {drafts}",
+        "machine": row["environment"]["device"],
+    }
+    same = {name: row[name] for name in ("task", "tokens_per_s", "tau")}
+    if row["identical"] is not None:
+        same["identical"] = row["identical"]
+    return found | same | {name: row["environment"][name] for name in ("date", "commit")}
 
 
 def read_rows(path: Path) -> list[SpeedRow]:
-    """Read and check the rows. Raises: ValueError."""
+    """Read the rows. Raises: ValueError."""
     try:
         if path.suffix == ".jsonl":
-            rows = of_log(Log(str(path), str(path)).rows)
+            rows = [of_log(row) for row in Log(str(path), str(path)).rows]
         else:
             rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot read {path}: {error}; name a JSON list of rows") from None
-    require(isinstance(rows, list) and rows != [], f"{path} is no list of rows; see --help")
-    for number, row in enumerate(rows, 1):
-        has_texts = isinstance(row, dict) and all(isinstance(row.get(x), str) for x in TEXTS)
-        require(has_texts, f"{path}: row {number} needs the texts {', '.join(TEXTS)}")
-        rate = row.get("tokens_per_s")
-        is_rate = type(rate) in (int, float) and 0 < rate < float("inf")
-        require(is_rate, f"{path}: row {number}: tokens_per_s must be above 0; it is {rate}")
+        table(rows)
+        picture(rows)
+    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot read {path} ({reason}); name a JSON list of rows") from None
     return rows
 
 
@@ -83,7 +68,8 @@ def grouped(rows: list[SpeedRow], *names: str) -> dict[tuple[str, ...], list[Spe
     """Group rows by model, format, machine and further texts, in the order of the file."""
     groups: dict[tuple[str, ...], list[SpeedRow]] = {}
     for row in rows:
-        key = tuple(row.get(name, "") for name in ("model", "format", "machine", *names))
+        key = tuple(row[name] for name in ("model", "format", "machine"))
+        key += tuple(row.get(name, "") for name in names)
         groups.setdefault(key, []).append(row)
     return groups
 

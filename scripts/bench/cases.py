@@ -6,7 +6,7 @@ Not here: the measurements (a file of this folder each).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ LLAMA_CPP = tuple(
 )
 GPT_FAST = tuple(f"gpt-fast:{form}" for form in ("bf16", "int8", "int4", "int4-128"))
 PEERS = ("transformers", "transformers:lookup", "transformers:7b", *LLAMA_CPP, *GPT_FAST)
+GPT_FAST_FOLDER = ROOT / "brought/gpt-fast"
 GPT_FAST_FILES = ("model.py", "quantize.py", "generate.py")
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf"), "gpt-fast": ()}
 
@@ -43,7 +44,7 @@ FILE_TYPES = {  # with the inputs of a block
 KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
 USUAL = (*FLOAT, *ROUNDED, "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 # of random_file.py
-SHAPES = ("qwen3.5-0.8b", "lfm2-350m", "lfm2-1.2b", "gemma4-e2b", "gpt-oss-20b")
+SHAPES = ("qwen3.5-0.8b", "lfm2-350m", "gemma4-e2b", "gpt-oss-20b")
 KERNELS = (
     "bf16", "int8", "int4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
     "attention",
@@ -55,7 +56,7 @@ def is_peer(method: str) -> bool:
     return method.partition(":")[0] in PACKAGES
 
 
-def check_peer(peer: str, gpt_fast: str = "") -> None:
+def check_peer(peer: str) -> None:
     """Check that another runtime is known and installed. Raises: ValueError."""
     runtime = peer.partition(":")[0]
     require(peer in PEERS, f"there is no {peer}; use one of {', '.join(PEERS)}")
@@ -66,9 +67,9 @@ def check_peer(peer: str, gpt_fast: str = "") -> None:
             file = "scripts/bench/requirements-peers.txt"
             raise ValueError(f"{peer} needs the package {package}; pip install -r {file}") from None
     if runtime == "gpt-fast":
-        missing = [name for name in GPT_FAST_FILES if not Path(gpt_fast, name).is_file()]
+        missing = [name for name in GPT_FAST_FILES if not (GPT_FAST_FOLDER / name).is_file()]
         source = "copy it, unchanged, from gpt-fast's repository"
-        require(not missing, f"--gpt_fast: {gpt_fast} has no {', '.join(missing)}; {source}")
+        require(not missing, f"{GPT_FAST_FOLDER} has no {', '.join(missing)}; {source}")
 
 
 def check_numbers(flag: str, text: str) -> None:
@@ -85,29 +86,65 @@ def check_among(flag: str, text: str, known: tuple[str, ...]) -> None:
         require(name in known, f"{flag} must be among {', '.join(known)}; {name!r} is not")
 
 
+def numbers(default: str, help: str) -> Any:
+    """Make an option that is a list of numbers."""
+    return option(default, help, numbers=True)
+
+
+def names(default: str, help: str, among: tuple[str, ...]) -> Any:
+    """Make an option that is a list of some of these names."""
+    return option(default, help, among=among)
+
+
 @dataclass(frozen=True)
-class SpeedOptions:
+class Options:
+    """Options of a case."""
+
+    def check(self) -> None:
+        """Check files to write, numbers, and lists of names. Raises: ValueError."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("json", "out"):
+                check_outputs({f"--{f.name}": value})
+            if "numbers" in f.metadata:
+                check_numbers(f"--{f.name}", value)
+            if value and "among" in f.metadata:
+                check_among(f"--{f.name}", value, f.metadata["among"])
+
+
+@dataclass(frozen=True)
+class Timed(Options):
+    """Options of a case whose contestants run in turn on a CPU."""
+
+    rounds: int = option(9, "measurements of each contestant", least=1)
+    threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
+    json: str = option("", "append the rows to this file")
+
+
+@dataclass(frozen=True)
+class SpeedOptions(Timed):
     """Tokens per second, speedup and tau of ways to draft, and of other runtimes, by task.
 
     A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any
     option of generate.py: `eagle:dynamic:topk:tree_size=30`. `all` are those whose files are at
-    hand. Other runtimes: transformers, transformers:lookup, llama.cpp:FORMAT on GGUF files of the
-    same weights (`file` is the checkpoint itself), with :lookup2 or :eagle3 behind it; and with
-    random weights in the shape of LLaMA-2 7B transformers:7b and gpt-fast:FORMAT.
+    hand; the fastest of them is recommended, with its command. Other runtimes: transformers,
+    transformers:lookup, llama.cpp:FORMAT on GGUF files of the same weights (`file` is the
+    checkpoint itself), with :lookup2 or :eagle3 behind it; and with random weights in the shape of
+    LLaMA-2 7B transformers:7b and gpt-fast:FORMAT, with the files of brought/gpt-fast.
     """
 
     checkpoint: str = option(DEFAULT, "the target: a Hugging Face directory or a GGUF file")
     head: str = option("", "the head of methods of its kind; default: the one next to the target")
     tasks: str = option(
         "gsm8k,humaneval,mt_bench",
-        "names in data/eval, or JSONL files of id, task and turns, or in a published layout",
+        "names in data/eval, or files: a text, or JSONL of turns (and id, task), or published ones",
     )
     limit: int = option(20, "prompts per task; 0: all", least=0)
     methods: str = option("none,eagle:auto", "who decodes, and how; see above")
-    heads: str = option("", "directory of heads, draft models and datastores, for --methods all")
+    heads: str = option("", "heads, draft models and datastores, or folders, for --methods all")
     temperatures: str = option("0", "0 is greedy")
-    batch_sizes: str = option("1", "sequences decoded together")
-    quant: str = option("none", "weight formats of our target, each loaded in turn")
+    batch_sizes: str = numbers("1", "sequences decoded together")
+    quant: str = names("none", "weight formats of our target, each loaded in turn", QUANTS)
     options: str = option(
         "", "further options of generate.py for our methods, as top_p=0.9,ignore_eos"
     )
@@ -119,8 +156,6 @@ class SpeedOptions:
     compile: bool | None = option(None, "on CUDA, compile the steps of a cycle")
     device: str = option("", "cpu or cuda; default: cuda if there is one")
     dtype: str = option("", "default: the checkpoint's", DTYPES)
-    threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
-    gpt_fast: str = option(str(ROOT / "brought/gpt-fast"), "folder of gpt-fast's files")
     json: str = option(
         "", "write one line per task and method; what this file holds already is not measured again"
     )
@@ -133,22 +168,17 @@ class SpeedOptions:
             parts = value.split(",")
             rule = f"--{name} must be a list of different values; it is {value!r}"
             require(len(set(parts)) == len(parts) and "" not in parts, rule)
-        check_numbers("--batch_sizes", self.batch_sizes)
-        check_among("--quant", self.quant, QUANTS)
-        if self.heads and not (self.methods == "all" and Path(self.heads).is_dir()):
-            raise ValueError(
-                "--heads must be a directory, and goes with --methods all; it is "
-                f"{self.heads}, and --methods is {self.methods}"
-            )
+        super().check()
+        both = not self.heads or self.methods == "all"
+        require(both, f"--heads goes with --methods all; --methods is {self.methods}")
         both = self.report and self.json
         require(not both, "--report measures nothing; it cannot go with --json")
-        check_outputs({"--json": self.json})
         for peer in self.peers:
             self.check_peer(peer)
 
     def check_peer(self, peer: str) -> None:
         """Check that a peer can do what is asked. Raises: ValueError."""
-        check_peer(peer, self.gpt_fast)
+        check_peer(peer)
         greedy = {float(t) for t in self.temperatures.split(",")} == {0.0}
         require(greedy, f"--temperatures: {peer} decodes greedily; use 0, or leave it out")
         alone = self.batch_sizes == "1" or peer == "transformers"
@@ -167,7 +197,7 @@ class SpeedOptions:
     def fixed(self) -> dict[str, Any]:
         """The options that all lines of a log share; the rest is the matrix."""
         matrix = {"tasks", "methods", "heads", "temperatures", "batch_sizes", "quant"}
-        matrix |= {"json", "report", "gpt_fast"}
+        matrix |= {"json", "report"}
         options = {name: value for name, value in asdict(self).items() if name not in matrix}
         return options | {name: shown_path(options[name]) for name in ("checkpoint", "head")}
 
@@ -180,7 +210,7 @@ def shown_path(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class FidelityOptions:
+class FidelityOptions(Options):
     """The loss of each weight format against the file's own weights in fp32."""
 
     checkpoint: str = option(
@@ -195,13 +225,9 @@ class FidelityOptions:
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     json: str = option("", "append the rows to this file")
 
-    def check(self) -> None:
-        """Check the options. Raises: ValueError."""
-        check_outputs({"--json": self.json})
-
 
 @dataclass(frozen=True)
-class PassesOptions:
+class PassesOptions(Timed):
     """Passes of a whole model over some rows, as a tree of so many nodes is verified."""
 
     checkpoint: str = option(
@@ -209,20 +235,17 @@ class PassesOptions:
     )
     dtype: str = option("", "default: the checkpoint's", DTYPES)
     quant: str = option("none", "round the weights while loading", QUANTS)
-    rows: str = option("1,2,4,8,16,32,64", "numbers of tokens, separated by commas")
-    units: str = option("none", "units of AMX tiles, as none,hardware; the first is compared with")
+    rows: str = numbers("1,2,4,8,16,32,64", "numbers of tokens, separated by commas")
+    units: str = names(
+        "none", "units of AMX tiles, as none,hardware; the first is compared with", UNITS
+    )
     kv: str = option("", "time passes over a cache in this format, too", ("int8",))
     cached: int = option(128, "tokens in the cache", least=1)
-    rounds: int = option(9, "measurements of each", least=1)
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
     llama_cpp: str = option("", f"time llama.cpp, too: file, or of {', '.join(FORMATS)}")
-    json: str = option("", "append the rows to this file")
 
     def check(self) -> None:
         """Check the options. Raises: ValueError."""
-        check_outputs({"--json": self.json})
-        check_numbers("--rows", self.rows)
-        check_among("--units", self.units, UNITS)
+        super().check()
         if self.llama_cpp:
             check_peer(f"llama.cpp:{self.llama_cpp}")
             is_file = self.checkpoint in SHAPES or is_gguf(Path(self.checkpoint))
@@ -231,27 +254,21 @@ class PassesOptions:
 
 
 @dataclass(frozen=True)
-class LinearOptions:
+class LinearOptions(Timed):
     """One linear layer for 1 to 64 rows in every weight format, on weights that no cache holds."""
 
     shapes: str = option(
         "5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas"
     )
-    rows: str = option("1,2,4,8,16,26,32,48,64", "rows of the input")
-    kinds: str = option(",".join(USUAL), f"contestants, among {', '.join(KINDS)}")
-    units: str = option(
-        "", "units of AMX tiles to compare, as none,hardware; default: the one in use"
+    rows: str = numbers("1,2,4,8,16,26,32,48,64", "rows of the input")
+    kinds: str = names(",".join(USUAL), f"contestants, among {', '.join(KINDS)}", KINDS)
+    units: str = names(
+        "", "units of AMX tiles to compare, as none,hardware; default: the one in use", UNITS
     )
-    rounds: int = option(9, "measurements of each", least=1)
-    threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0)
-    json: str = option("", "append the rows to this file")
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
-        check_outputs({"--json": self.json})
-        check_numbers("--rows", self.rows)
-        check_among("--kinds", self.kinds, KINDS)
-        check_among("--units", self.units or "none", UNITS)
+        super().check()
         for shape in self.shapes.split(","):
             parts = shape.split("x")
             numbers = len(parts) == 2 and all(p.isdecimal() and int(p) for p in parts)
@@ -263,7 +280,7 @@ class LinearOptions:
 
 
 @dataclass(frozen=True)
-class StartOptions:
+class StartOptions(Timed):
     """From the command to the first text and to the end, each start in a process of its own."""
 
     llama_python: str = option(
@@ -272,22 +289,16 @@ class StartOptions:
     threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
     rounds: int = option(3, "second starts of every contestant", least=1)
     cold: bool = option(False, "also print a first start with empty caches")
-    json: str = option("", "append the rows to this file")
-
-    def check(self) -> None:
-        """Check the options. Raises: ValueError."""
-        check_outputs({"--json": self.json})
 
 
 @dataclass(frozen=True)
-class RaceOptions:
+class RaceOptions(Options):
     """One prompt's two answers, with drafts and without, as a moving picture."""
 
     checkpoint: str = option(DEFAULT, "the target, as generate.py's")
     prompt: str = option("Write a Python function that sorts a list.", "a user's words")
     max_new_tokens: int = option(256, "longest answer in tokens", least=1)
     rounds: int = option(5, "runs of each side, in turn", least=1)
-    machine: str = option("", "its name in the corner; default: as the processor says")
     json: str = option("", "where to write the recorded times")
     recorded: str = option("", "recorded times to draw, instead of new ones")
     out: str = option("", "picture to write, an SVG")
@@ -295,38 +306,25 @@ class RaceOptions:
     def check(self) -> None:
         """Check the options. Raises: ValueError."""
         require(bool(self.out or self.json), "name a picture with --out, or times with --json")
-        check_outputs({"--json": self.json, "--out": self.out})
+        super().check()
 
 
 @dataclass(frozen=True)
-class BarsOptions:
+class BarsOptions(Options):
     """A table of tokens per second, and the same figures as bars."""
 
     file: str = option("", "JSON list of rows, or what `speed --json` wrote", positional=True)
     out: str = option("", "picture to write, an SVG")
 
-    def check(self) -> None:
-        """Check the options. Raises: ValueError."""
-        check_outputs({"--out": self.out})
-
 
 @dataclass(frozen=True)
-class KernelsOptions:
+class KernelsOptions(Options):
     """On CUDA, matmuls or attention of a 7B beside torch's: microseconds, and right or wrong."""
 
     format: str = option("int4", "weights of a matmul; or attention", KERNELS)
-    group_size: int = option(128, "of int4 scales", None)
-    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending")
-    lengths: str = option("128,200,512,2048", "slots that attention reads in front of its rows")
-    rotate_mb: int = option(200, "weights read before any is read again, in MB (1e6 bytes)")
-    replays: int = option(20, "timed replays of the graph", least=1)
+    rows: str = numbers("1,8,16,32,64", "rows of activations, or of trees, ascending")
+    lengths: str = numbers("128,200,512,2048", "slots that attention reads in front of its rows")
     json: str = option("", "append the rows to this file")
-
-    def check(self) -> None:
-        """Check the options. Raises: ValueError."""
-        check_outputs({"--json": self.json})
-        check_numbers("--rows", self.rows)
-        check_numbers("--lengths", self.lengths)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
+from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from tqdm import tqdm
 from backends.library import PLAIN, tiles_in_use
 from decode import build_cycles
 from drafts.presets import PresetPolicy
+from files.io import read_jsonl
 from model import Transformer
 from run import stats
 from run.engine import Engine
@@ -42,6 +45,13 @@ from run.warm_up import warm_up
 from steps import Project
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
+
+TIMES = {  # tables of `times_by_rows`: the key that a row needs, and its cell
+    "ms (least)": ("ms", "{ms:.2f} ({least_ms:.2f})"),
+    "GB/s": ("gb_per_s", "{gb_per_s:.1f}"),
+    "over the time of the fewest rows": ("over_rows", "{over_rows:.2f}"),
+    "over the time of the first": ("over_first", "{over_first:.2f}"),
+}
 
 # options that loading resolves, beside those of the draft
 OF_TARGET = (
@@ -116,6 +126,46 @@ def in_turn(
                 results[name].append(result)
     bar.close()
     return results
+
+
+def times_by_rows(
+    report: Report,
+    title: str,
+    runs: dict[tuple[str, int], Callable[[], float]],
+    rounds: int,
+    beside: dict[str, str],
+    read_bytes: dict[str, int],
+) -> None:
+    """Run contestants in turn at every number of rows. Writes: rows of the report; prints tables.
+
+    runs: return seconds, by contestant and rows; beside: the contestant that one is compared with
+    read_bytes: of a call, by contestant, where a rate is asked for
+    """
+    taken = in_turn(runs, rounds, title)
+    least_rows = min(rows for _, rows in runs)
+    found = []
+    for (name, rows), seconds in taken.items():
+        series = Series.quartiles(seconds)
+        row = {
+            "of": title,
+            "name": name,
+            "rows": rows,
+            "ms": series.median * 1e3,
+            "quartiles_ms": [series.low * 1e3, series.high * 1e3],
+            "least_ms": min(seconds) * 1e3,
+            "over_rows": statistics.median(map(truediv, seconds, taken[name, least_rows])),
+        }
+        if name in read_bytes:
+            row["gb_per_s"] = read_bytes[name] / series.median / 1e9
+        if beside[name] != name:
+            first = taken[beside[name], rows]
+            row["over_first"] = statistics.median(map(truediv, seconds, first))
+        found.append(row)
+    report.add(*found)
+    for what, (key, form) in TIMES.items():
+        cells = {(r["name"], f"{r['rows']} rows"): form.format(**r) for r in found if key in r}
+        if cells:
+            print(f"\n{title}, {what}\n\n{pivot('', cells)}", flush=True)
 
 
 def repeated(tokens: list[int], n: int = 8) -> float:
@@ -203,17 +253,13 @@ def _nbytes(module: nn.Module) -> int:
     return sum(x.nbytes for x in _tensors(module))
 
 
-def environment(device: str, *packages: str) -> dict[str, Any]:
-    """Return the machine and versions: `stats.environment`, CPU model, packages commit and date.
-
-    packages: importable names whose versions matter too
-    """
+def environment(device: str) -> dict[str, Any]:
+    """Return the machine and versions: `stats.environment`, CPU model, commit and date."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         commit = ""
-    versions = {name: __import__(name).__version__ for name in packages}
     named = {}
     if not device.startswith("cuda"):
         named["device"] = _cpu_name()
@@ -222,15 +268,13 @@ def environment(device: str, *packages: str) -> dict[str, Any]:
     if PLAIN:
         named["plain"] = ",".join(sorted(PLAIN))
     when = {"commit": commit or "unknown", "date": date.today().isoformat()}
-    return stats.environment(device) | named | versions | when
+    return stats.environment(device) | named | when
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    values = {}
-    for line in info.read_text().splitlines() if info.exists() else []:
-        key, _, value = line.partition(":")
-        values[key.strip()] = value.strip()
+    text = info.read_text() if info.exists() else ""
+    values = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
     if "model name" not in values:
         return platform.processor() or platform.machine()
     # clouds leave these numbers out of the name
@@ -241,49 +285,66 @@ def _cpu_name() -> str:
 # ------------------------------------------------------------------------------------------- rows
 
 
+class Report:
+    """The rows of a measurement, each with the machine and further facts, and its tables."""
+
+    def __init__(self, json: str, device: str = "cpu", threads: int = 0, **further: Any):
+        """Print the machine. json: the file of the rows; threads: of torch; 0: its default"""
+        if threads:
+            torch.set_num_threads(threads)
+        self.log = Log(json, "--json")
+        self.rows: list[dict[str, Any]] = []  # of this run
+        self.facts = {"environment": environment(device)} | further
+        print(", ".join(f"{key} {value}" for key, value in self.facts["environment"].items()))
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Append rows to the file."""
+        self.rows += rows
+        self.log.add([row | self.facts for row in rows])
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len([*head]), *lines])
+
+
+def pivot(title: str, cells: dict[tuple[str, str], str]) -> str:
+    """Return a table of cells by the names of a row and a column; the title is over the rows."""
+    columns = dict.fromkeys(column for _, column in cells)
+    lines = [
+        [row, *(cells.get((row, column), "") for column in columns)]
+        for row in dict.fromkeys(row for row, _ in cells)
+    ]
+    return markdown([title, *columns], lines)
+
+
 class Log:
     """A file of JSON lines, appended to as they are measured; `rows` holds its content."""
 
-    def __init__(self, path: str, flag: str):
+    def __init__(self, path: str, flag: str, check: Callable[[dict], str] = lambda row: ""):
         """path: "" keeps the rows in memory only; flag: the one that named the file
 
+        check: returns the fault of a row; "" when it has none
         Raises: ValueError for a file that is no such log. Writes: the file, when its last line is
         torn.
         """
         self.path = Path(path) if path else None
-        self.rows = []
-        if self.path is None or not self.path.exists():
+        self.rows: list[dict] = []
+        if self.path is None or not self.path.is_file():
             return
-        try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
-        except OSError as error:
-            raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
-        for number, line in enumerate(lines, 1):
-            where = f"{path} line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError:  # not JSON, or not UTF-8
-                if number < len(lines):
-                    raise ValueError(
-                        f"{flag}: {where} is not valid JSON; name another file"
-                    ) from None
-                print(f"note: {where} is torn; it is dropped and measured again", file=sys.stderr)
-                os.truncate(self.path, sum(map(len, lines[:-1])))
-                return
-            if not isinstance(row, dict):
-                raise ValueError(f"{flag}: {where} is no JSON object; name another file")
-            self.rows.append(row)
-        if lines and not lines[-1].endswith(b"\n"):
-            self._write("\n")
+        whole, end, torn = self.path.read_bytes().rpartition(b"\n")
+        if torn:
+            print(f"note: the last line of {path} is torn; it is dropped", file=sys.stderr)
+            os.truncate(self.path, len(whole + end))
+        if whole:
+            self.rows = read_jsonl(self.path, flag, check)
 
     def add(self, rows: list[dict]) -> None:
         """Append rows, in one write."""
         self.rows += rows
-        self._write("".join(json.dumps(row) + "\n" for row in rows))
-
-    def _write(self, text: str) -> None:
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text)
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
                 file.flush()
                 os.fsync(file.fileno())

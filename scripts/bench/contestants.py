@@ -25,19 +25,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drafts.random_model import raw_config
 from files.io import bundled_head, is_gguf
 from model import DTYPES
 from run.engine import Engine
 from run.generate import Batch, encode
 from run.stats import Stats
 from scripts import export_head
-from scripts.bench.cases import EAGLE3, LOOKUP, SpeedOptions
+from scripts.bench.cases import EAGLE3, GPT_FAST_FOLDER, LOOKUP, SpeedOptions
 from scripts.bench.common import repeated
 from scripts.bench.llama_peer import Eagle3, LlamaCpp, decode, lookup, write_gguf
 
 LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
-SHAPE_7B = {"dim": 4096, "hidden": 11008, "layers": 32, "heads": 32, "vocabulary": 32000}
+SHAPE = "llama2-7b"  # of random weights
+GPT_FAST_SIZES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "dim": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
 GROUP = 32  # gpt-fast's default for int4
 ROOM = 512  # tokens that its caches grow by
 SHORT = 2  # new tokens of the run of gpt-fast whose time is taken off
@@ -51,10 +59,10 @@ class Outcome:
     tokens: int  # after the first ones
     prefill_s: float
     decode_s: float
-    verify_s: float
-    draft_s: float
     cycles: int
     accept_lengths: list[list[int]]  # of every cycle, by sequence; the bonus is not counted
+    verify_s: float = 0.0  # 0: unknown
+    draft_s: float = 0.0
     identical: tuple[bool, ...] = ()  # by answer, where another contestant's tokens are due
 
     @property
@@ -69,6 +77,7 @@ class Outcome:
 
 
 Run = Callable[[int], Outcome]  # decodes a group, by its number
+DecodeGroup = Callable[[list[list[int]]], Outcome]  # of prompts as ids
 
 
 class Contestant(NamedTuple):
@@ -137,15 +146,8 @@ class TokenClock:
         assert tokens + count == sum(map(len, texts)), (self.puts, texts)
         decode_s = later[-1][0] - first if later else 0.0
         accepted = [n // len(texts) - 1 for _, n in later]
-        return Outcome(
-            texts, tokens, first - self.began, decode_s, decode_s, 0.0, len(later),
-            [accepted] * len(texts),
-        )  # fmt: skip
-
-
-def in_groups(encoded: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Return groups of `size` prompts; the last one may have fewer."""
-    return [encoded[first : first + size] for first in range(0, len(encoded), size)]
+        lengths = [accepted] * len(texts)
+        return Outcome(texts, tokens, first - self.began, decode_s, len(later), lengths)
 
 
 class Peers:
@@ -163,46 +165,45 @@ class Peers:
     def make(self, name: str) -> Contestant:
         """Return a contestant. Raises: ValueError where its files do not fit."""
         runtime, _, variant = name.partition(":")
+        same_as = ""  # random weights have no tokens to compare
         if runtime == "gpt-fast":
-            return Contestant(self._grouped(run_gpt_fast(variant, self.config)), "")
-        if runtime == "llama.cpp":
+            decode_group = run_gpt_fast(variant, self.config)
+        elif runtime == "llama.cpp":
             form, _, how = variant.partition(":")
-            return Contestant(self._grouped(self._llama_cpp(form, how)), f"llama.cpp:{form}")
-        if variant == "7b":
-            model = random_transformers(self.config.device)
-            return Contestant(self._grouped(run_transformers(model, self.config)), "")
-        if self.model is None:
-            dtype = DTYPES[self.target.option("dtype")]
-            self.model = load_transformers(self.config, dtype)
-        drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if variant else {}
-        run = run_transformers(self.model, self.config, **drafting)
-        return Contestant(self._grouped(run), "transformers")
-
-    def _grouped(
-        self, decode_group: Callable[[list[list[int]]], Outcome]
-    ) -> Callable[[list[list[str]]], Run]:
-        """Return the start of a contestant that decodes the ids of a group."""
+            decode_group = self._llama_cpp(form, how)
+            same_as = f"llama.cpp:{form}"
+        elif variant == "7b":
+            decode_group = run_transformers(random_transformers(self.config.device), self.config)
+        else:
+            self.model = self.model or load_transformers(self.config, self.target)
+            drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if variant else {}
+            decode_group = run_transformers(self.model, self.config, **drafting)
+            same_as = "transformers"
 
         def start(prompts: list[list[str]]) -> Run:
             encoded = [encode(self.target, turns[:1], []) for turns in prompts]
-            groups = in_groups(encoded, self.size)
-            return lambda number: decode_group(groups[number])
 
-        return start
+            def run(number: int) -> Outcome:
+                first = number * self.size
+                return decode_group(encoded[first : first + self.size])
 
-    def _llama_cpp(self, form: str, how: str) -> Callable[[list[list[int]]], Outcome]:
+            return run
+
+        return Contestant(start, same_as)
+
+    def _llama_cpp(self, form: str, how: str) -> DecodeGroup:
         """Load llama.cpp on the same weights. how: "", LOOKUP or EAGLE3"""
         config = self.config
+        threads = torch.get_num_threads()
         key = (form, how == EAGLE3)  # beside a head its target also hands out layers' inputs
         if key not in self.llama:
             file = gguf_of(Path(config.checkpoint), form, self.folder)
-            threads = torch.get_num_threads()
             self.llama[key] = LlamaCpp(file, self.target.context, threads, PREFILL_ROWS)
         peer = self.llama[key]
         draft = lookup() if how == LOOKUP else None
         head = None
         if how == EAGLE3:
-            head = Eagle3(peer, eagle3_file(config, self.folder), torch.get_num_threads())
+            head = Eagle3(peer, eagle3_file(config, self.folder), threads)
             draft = head.draft
 
         def run(prompts: list[list[int]]) -> Outcome:
@@ -245,10 +246,11 @@ def eagle3_file(config: SpeedOptions, folder: Path) -> Path:
 # ------------------------------------------------------------------------------------ transformers
 
 
-def load_transformers(config: SpeedOptions, dtype: torch.dtype) -> Any:
-    """Load the checkpoint so that it does not stop at an end of sequence."""
+def load_transformers(config: SpeedOptions, target: Engine) -> Any:
+    """Load the checkpoint in the target's dtype, so that it stops at no end of sequence."""
     from transformers import AutoModelForCausalLM
 
+    dtype = DTYPES[target.option("dtype")]
     path = Path(config.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(config.device).eval()
     model.generation_config.eos_token_id = None
@@ -256,34 +258,16 @@ def load_transformers(config: SpeedOptions, dtype: torch.dtype) -> Any:
 
 
 def random_transformers(device: str) -> Any:
-    """Make a Llama of SHAPE_7B with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Make a LLaMA of SHAPE with random weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    made = LlamaConfig(
-        hidden_size=SHAPE_7B["dim"],
-        intermediate_size=SHAPE_7B["hidden"],
-        num_hidden_layers=SHAPE_7B["layers"],
-        num_attention_heads=SHAPE_7B["heads"],
-        num_key_value_heads=SHAPE_7B["heads"],
-        vocab_size=SHAPE_7B["vocabulary"],
-        max_position_embeddings=4096,
-    )
-    made.eos_token_id = None
-    made.bos_token_id = None
-    made.pad_token_id = None
-    with torch.device("meta"):
-        model = LlamaForCausalLM(made)
-    model = model.to(torch.bfloat16).to_empty(device=device).eval()
-    for weight in model.parameters():
-        weight.data.normal_(0, 0.02)
-    with torch.device(device):  # its angles are no parameter
-        model.model.rotary_emb = type(model.model.rotary_emb)(made)
-    return model
+    raw = raw_config(SHAPE) | dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**raw), dtype=torch.bfloat16)
+    return model.eval()
 
 
-def run_transformers(
-    model: Any, config: SpeedOptions, **options: Any
-) -> Callable[[list[list[int]]], Outcome]:
+def run_transformers(model: Any, config: SpeedOptions, **options: Any) -> DecodeGroup:
     """Return a function that continues groups of prompts, greedily, with the default cache.
 
     Shorter prompts are padded on the left, and the padding is masked.
@@ -348,8 +332,8 @@ def random_values(name: str, like: Tensor, device: str) -> Tensor:
 
 def gpt_fast_model(model: ModuleType, quantize: ModuleType, form: str, device: str) -> nn.Module:
     """Make its transformer with random weights. form: bf16, int8, int4 or int4-GROUP"""
-    sizes = {"n_layer": SHAPE_7B["layers"], "n_head": SHAPE_7B["heads"], "dim": SHAPE_7B["dim"]}
-    sizes |= {"intermediate_size": SHAPE_7B["hidden"], "vocab_size": SHAPE_7B["vocabulary"]}
+    raw = raw_config(SHAPE)
+    sizes = {ours: raw[theirs] for ours, theirs in GPT_FAST_SIZES.items()}
     with torch.device("meta"):
         made = model.Transformer(model.ModelArgs(**sizes))
         bits, _, group = form.partition("-")
@@ -367,19 +351,19 @@ def gpt_fast_model(model: ModuleType, quantize: ModuleType, form: str, device: s
     return made.eval()
 
 
-def run_gpt_fast(form: str, config: SpeedOptions) -> Callable[[list[list[int]]], Outcome]:
+def run_gpt_fast(form: str, config: SpeedOptions) -> DecodeGroup:
     """Return its compiled step, sampling as its own benchmark does.
 
     The time of decoding is that of all new tokens less that of SHORT. inductor tunes its kernels by
     trying their variants: the first run takes minutes.
     """
-    model, quantize, generate = gpt_fast_modules(config.gpt_fast)
+    model, quantize, generate = gpt_fast_modules(str(GPT_FAST_FOLDER))
     made = gpt_fast_model(model, quantize, form, config.device)
     if config.device != "cpu":
         step = generate.decode_one_token
         options = {"mode": "reduce-overhead", "fullgraph": True}
         generate.decode_one_token = torch.compile(step, **options)
-    vocabulary = SHAPE_7B["vocabulary"]
+    vocabulary = raw_config(SHAPE)["vocab_size"]
     options = {"interactive": False, "draft_model": None, "speculate_k": 0}
     options |= {"temperature": 0.8, "top_k": min(200, vocabulary)}
     room = 0  # of its caches, in tokens
@@ -404,7 +388,7 @@ def run_gpt_fast(form: str, config: SpeedOptions) -> Callable[[list[list[int]]],
         first_s = seconds(prompt, SHORT)
         decode_s = seconds(prompt, config.max_new_tokens) - first_s
         tokens = config.max_new_tokens - SHORT
-        return Outcome([[]], tokens, first_s, decode_s, decode_s, 0.0, tokens, [[0] * tokens])
+        return Outcome([[]], tokens, first_s, decode_s, tokens, [[0] * tokens])
 
     return run
 

@@ -36,9 +36,8 @@ from run.generate import generate
 from run.load import load
 from run.options import ROOT, GenerateConfig
 from scripts.bench.cases import FidelityOptions, shown_path
-from scripts.bench.common import Log, environment
+from scripts.bench.common import Report, markdown
 from scripts.bench.llama_peer import LlamaCpp
-from scripts.bench.table import markdown
 
 TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
@@ -193,12 +192,8 @@ def questions(path: Path, also: str) -> list[dict]:
 
 def run(config: FidelityOptions) -> None:
     """Measure and print everything."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
     path = fetched(config.checkpoint)
-    log = Log(config.json, "--json")
-    made = {"environment": environment("cpu"), "checkpoint": shown_path(str(path))}
-    print(", ".join(f"{key} {value}" for key, value in made["environment"].items()))
+    report = Report(config.json, threads=config.threads, checkpoint=shown_path(str(path)))
     if config.questions:
         rows = questions(path, config.also)
         lines = [[r["row"], f"{r['right']} of {r['of']}"] for r in rows]
@@ -207,7 +202,7 @@ def run(config: FidelityOptions) -> None:
         rows = fidelity(path, config)
         head = ("against the weights in fp32", "rms", "best token equal", "KL", "perplexity")
         print(markdown(head, map(cells, rows)))
-    log.add([row | made for row in rows])
+    report.add(*rows)
 
 
 def cells(r: dict) -> list[str]:

@@ -42,8 +42,7 @@ from backends.triton.layout import (
     inputs_of_block,
 )
 from scripts.bench.cases import KernelsOptions
-from scripts.bench.common import Log, environment, read_bandwidth
-from scripts.bench.table import markdown
+from scripts.bench.common import Report, pivot, read_bandwidth
 
 GGUF = tuple(name.lower() for name in BLOCK_FORMS)  # types of a file, in their own bits
 LAYERS = {
@@ -53,7 +52,8 @@ LAYERS = {
     "w2": (4096, 11008),
     "head": (32000, 4096),
 }
-PRODUCTS = {
+PRODUCTS = {  # of a format: ours and its reference, of rows and weights
+    "bf16": (lambda x, w: halves_product(x, w, "none"), lambda x, w: x @ w.float().T),
     "int4": (backends.planes.w4a16, backends.planes.w4a16_reference),
     "int8": (backends.planes.w8a16, backends.planes.w8a16_reference),
     **dict.fromkeys(GGUF, (backends.planes.blocks_a16, backends.planes.blocks_a16_reference)),
@@ -61,17 +61,11 @@ PRODUCTS = {
 HEADS = {"7b": (32, 32), "8b": (32, 8)}  # query and key heads, of width 128
 CAPACITY = 4096 + 256
 CACHE_LAYERS = 32
+GROUP = 128  # of int4 scales
+ROTATE_BYTES = 200 * 10**6  # weights read before any is read again
+REPLAYS = 20  # timed ones of a graph
 # relative; rounding to bf16 alone gives 1.7e-3, and rounding probabilities as much again
 TOLERANCE = 4e-3
-
-
-class Layer(NamedTuple):
-    """The weights of one layer, and the matmuls with them."""
-
-    product: Callable[[Tensor], Tensor]  # [M, K] bfloat16 -> [M, N]
-    reference: Callable[[Tensor], Tensor]  # in fp32
-    peer: Callable[[Tensor], Tensor] | None  # torch's, where it has one
-    weight_bytes: int
 
 
 def words(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -104,27 +98,14 @@ def random_blocks(form: Form, N: int, K: int) -> tuple[Tensor, Tensor]:
     return packed, scale
 
 
-def make_layer(form: str, N: int, K: int, group: int) -> Layer:
+def make_layer(form: str, N: int, K: int) -> list[Tensor]:
     """Make random weights on the GPU. Every word is a valid one, in all of the packed formats."""
     if form == "bf16":
-        w = torch.randn(N, K, dtype=torch.bfloat16, device="cuda")
-        return Layer(
-            lambda x: halves_product(x, w, "none"),
-            lambda x: x @ w.float().T,
-            lambda x: F.linear(x, w),
-            w.nbytes,
-        )
-    packed, scale = random_packed(form, N, K, group)
-    product, reference = PRODUCTS[form]
-    return Layer(
-        lambda x: product(x, packed, scale),
-        lambda x: reference(x, packed, scale),
-        None,
-        packed.nbytes + scale.nbytes,
-    )
+        return [torch.randn(N, K, dtype=torch.bfloat16, device="cuda")]
+    return [*random_packed(form, N, K, GROUP)]
 
 
-def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float]:
+def graph_times_s(calls: list[Callable[[], object]], replays: int = REPLAYS) -> list[float]:
     """Return seconds per call, one number for each replay of a graph of all calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -146,46 +127,14 @@ def graph_times_s(calls: list[Callable[[], object]], replays: int) -> list[float
     return [a.elapsed_time(b) * 1e-3 / len(calls) for a, b in zip(events, events[1:])]
 
 
-def product_error(layer: Layer, K: int, rows: list[int]) -> float:
-    """Compare a matmul of the last number of rows with its reference.
-
-    Returns: the relative error
-    Raises: AssertionError where fewer rows alone have other bits.
-    """
-    x = torch.randn(rows[-1], K, dtype=torch.bfloat16, device="cuda")
-
-    def nan(*size: int, **options: object) -> Tensor:
-        return torch.full(size, float("nan"), **options)
-
-    with mock.patch.object(torch, "empty", nan):
-        together = layer.product(x)
-        for M in rows:
-            alone = layer.product(x[:M])
-            assert torch.equal(alone, together[:M]), "a row's bits depend on the other rows"
-    return relative_error(together, layer.reference(x.float()))  # both [M, N]
-
-
-def copies_of(read_bytes: int, rotate_bytes: int) -> int:
+def copies_of(read_bytes: int) -> int:
     """Return the number of copies that together exceed the caches."""
-    return max(2, -(-rotate_bytes // read_bytes))
+    return max(2, -(-ROTATE_BYTES // read_bytes))
 
 
 def failure(error: Exception) -> dict:
     """Return the record of an error: its kind and first line."""
     return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
-
-
-def time_calls(
-    calls: list[Callable[[], object]], read_bytes: int, replays: int, ceiling: float
-) -> dict:
-    """Time calls that read `read_bytes` each."""
-    try:
-        times = graph_times_s(calls, replays)
-    except Exception as error:  # every failure belongs in the record
-        return failure(error)
-    median = statistics.median(times)
-    share = read_bytes / median / ceiling
-    return {"time_us": median * 1e6, "spread_us": (max(times) - min(times)) * 1e6, "share": share}
 
 
 class Contest(NamedTuple):
@@ -201,17 +150,29 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-def product_contest(form: str, layer: str, M: int, group: int, rotate_bytes: int) -> Contest:
+def product_contest(form: str, layer: str, M: int) -> Contest:
     """Compare a matmul of M rows with the weights of a layer; in bf16 with torch's."""
     N, K = LAYERS[layer]
-    first = make_layer(form, N, K, group)
-    copies = copies_of(first.weight_bytes, rotate_bytes)
-    layers = [first, *(make_layer(form, N, K, group) for _ in range(copies - 1))]
+    product, reference = PRODUCTS[form]
+    first = make_layer(form, N, K)
+    read_bytes = sum(part.nbytes for part in first)
+    layers = [first, *(make_layer(form, N, K) for _ in range(copies_of(read_bytes) - 1))]
     x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")
-    methods = {"ours": [partial(each.product, x) for each in layers]}
-    if first.peer is not None:
-        methods["torch"] = [partial(each.peer, x) for each in layers]
-    return Contest(first.weight_bytes, methods, partial(product_error, first, K, [1, M]))
+    methods = {"ours": [partial(product, x, *weights) for weights in layers]}
+    if form == "bf16":
+        methods["torch"] = [partial(F.linear, x, *weights) for weights in layers]
+
+    def nan(*size: int, **options: object) -> Tensor:
+        return torch.full(size, float("nan"), **options)
+
+    def error() -> float:
+        with mock.patch.object(torch, "empty", nan):
+            together = product(x, *first)
+            alone = product(x[:1], *first)
+        assert torch.equal(alone, together[:1]), "a row's bits depend on the other rows"
+        return relative_error(together, reference(x.float(), *first))
+
+    return Contest(read_bytes, methods, error)
 
 
 def tree_mask(T: int) -> Tensor:
@@ -274,41 +235,43 @@ def attention_contest(name: str, length: int, T: int) -> Contest:
 def contests(config: KernelsOptions) -> list[tuple[str, int, Callable[[], Contest]]]:
     """List the contests of a format: name, rows, and a function that makes the contest."""
     rows = [int(M) for M in config.rows.split(",")]
-    tasks = []
     if config.format == "attention":
         lengths = map(int, config.lengths.split(","))
-        for heads, length, M in itertools.product(HEADS, lengths, rows):
-            make = partial(attention_contest, heads, length, M)
-            tasks.append((f"attention {heads}, {length} slots", M, make))
-        return tasks
-    given = (config.group_size, config.rotate_mb * 10**6)
-    for layer, M in itertools.product(LAYERS, rows):
-        make = partial(product_contest, config.format, layer, M, *given)
-        tasks.append((f"{config.format} {layer}", M, make))
-    return tasks
+        shapes = {
+            f"attention {heads}, {length} slots": partial(attention_contest, heads, length)
+            for heads, length in itertools.product(HEADS, lengths)
+        }
+    else:
+        shapes = {
+            f"{config.format} {layer}": partial(product_contest, config.format, layer)
+            for layer in LAYERS
+        }
+    return [(name, M, partial(make, M)) for name, make in shapes.items() for M in rows]
 
 
 def measure(config: KernelsOptions, ceiling: float) -> Iterator[dict]:
     """Yield a row for each contest and method; one that fails holds `error`."""
     for name, M, make in tqdm(contests(config), unit="shape", desc=config.format):
-        row = {"part": "kernels", "format": config.format, "kernel": name, "M": M}
+        row = {"format": config.format, "kernel": name, "M": M, "method": "ours"}
         try:
             contest = make()
             error = contest.error()
+            for method, calls in contest.methods.items():
+                times = graph_times_s(calls)
+                median = statistics.median(times)
+                yield row | {
+                    "method": method,
+                    "read_bytes": contest.read_bytes,
+                    "relative_error": error,
+                    "correct": error < TOLERANCE,
+                    "time_us": median * 1e6,
+                    "spread_us": (max(times) - min(times)) * 1e6,
+                    "share": contest.read_bytes / median / ceiling,
+                }
+            del contest, calls  # gigabytes
         except Exception as error:  # every failure belongs in the record
-            yield row | {"method": "ours"} | failure(error)
-            torch.cuda.synchronize()  # raises where the device is lost
-            continue
-        row |= {
-            "read_bytes": contest.read_bytes,
-            "relative_error": error,
-            "correct": error < TOLERANCE,
-        }
-        for method, calls in contest.methods.items():
-            times = time_calls(calls, contest.read_bytes, config.replays, ceiling)
-            yield row | {"method": method} | times
-            torch.cuda.synchronize()
-        del contest, calls  # gigabytes
+            yield row | failure(error)
+        torch.cuda.synchronize()  # raises where the device is lost
 
 
 def summary(rows: list[dict]) -> str:
@@ -316,42 +279,37 @@ def summary(rows: list[dict]) -> str:
 
     A cell has microseconds, bytes per second, and the share of the ceiling.
     """
-    found: dict[tuple[str, int], dict[str, str]] = {}  # by shape and method
+    cells = {}
     for r in rows:
-        by_method = found.setdefault((r["kernel"], r["M"]), {})
+        cell = "failed"
         if "time_us" in r:
             rate = r["read_bytes"] / r["time_us"] / 1e3  # GB/s
-            by_method[r["method"]] = f"{r['time_us']:.1f} us, {rate:.0f} GB/s, {r['share']:.0%}"
-    lines = [
-        [kernel, str(M), by_method.get("ours", ""), by_method.get("torch", "")]
-        for (kernel, M), by_method in found.items()
-    ]
-    parts = [markdown(("kernel", "rows", "ours", "torch"), lines)]
+            cell = f"{r['time_us']:.1f} us, {rate:.0f} GB/s, {r['share']:.0%}"
+        cells[f"{r['kernel']}, {r['M']} rows", r["method"]] = cell
     wrong = {f"{r['kernel']} {r['M']}" for r in rows if not r.get("correct", True)}
-    parts.append(f"\nwrong: {', '.join(sorted(wrong)) or 'none'}")
-    for r in rows:
-        if "error" in r:
-            parts.append(f"failed: {r['kernel']} {r['M']} {r['method']}: {r['error']}")
-    return "\n".join(parts)
+    failed = [f"{r['kernel']} {r['M']}: {r['error']}" for r in rows if "error" in r]
+    parts = [pivot("kernel", cells), f"wrong: {', '.join(sorted(wrong)) or 'none'}"]
+    return "\n".join([*parts, *(f"failed: {each}" for each in failed)])
 
 
 def run(config: KernelsOptions) -> None:
     """Measure one format. Ends with status 1 where a row failed or is wrong."""
-    if not torch.cuda.is_available():
-        raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
+    require_cuda()
     torch.backends.cuda.matmul.allow_tf32 = False
     ceiling = read_bandwidth("cuda", 5).median
-    machine = {"environment": environment("cuda"), "read_bytes_per_s": ceiling}
-    print(f"{machine}, {config.format}", flush=True)
-    log = Log(config.json, "--json")
-    rows = []
+    report = Report(config.json, "cuda", read_bytes_per_s=ceiling)
     try:
         for row in measure(config, ceiling):
-            rows.append(row)
-            log.add([row | machine])
+            report.add(row)
             shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
             tqdm.write(json.dumps(shown), sys.stdout)
     finally:  # also where the device is lost
-        print(summary(rows), flush=True)
-    if any("error" in row or not row.get("correct", True) for row in rows):
+        print(summary(report.rows), flush=True)
+    if any("error" in row or not row["correct"] for row in report.rows):
         sys.exit(1)
+
+
+def require_cuda() -> None:
+    """Check that there is a GPU. Raises: ValueError."""
+    if not torch.cuda.is_available():
+        raise ValueError("this machine or this torch has no CUDA device; run it on one that has")

@@ -4,7 +4,7 @@
    They lie in huge pages, as a model's do.
 2. All contestants run in turn at every number of rows; tables show medians over the rounds.
 3. With several units of AMX tiles, each cell of the last table is the median over rounds of the
-   time over that of the first unit, and those above 1.0 are named.
+   time over that of the first unit.
 
 torch-bf16 is `F.linear`, the rest is backends/cpp/matmul.cpp; Q2_K to Q8_0 are types of a GGUF
 file. Not here: CUDA (kernels.py), whole models (passes.py).
@@ -15,9 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from operator import truediv
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +30,7 @@ from files.gguf import TYPES
 from quantize import FORMATS
 from reference import choose
 from scripts.bench.cases import FILE_TYPES, FLOAT, ROUNDED, LinearOptions
-from scripts.bench.common import Log, Series, environment, in_turn, read_bandwidth
-from scripts.bench.table import markdown
+from scripts.bench.common import Report, read_bandwidth, times_by_rows
 
 ROTATED_BYTES = 200_000_000
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}  # of GGUF's types
@@ -85,64 +82,23 @@ class LayerCopies:
         return time.perf_counter() - began
 
 
-def measure_shape(shape: str, config: LinearOptions) -> list[dict]:
-    """Measure one shape. Returns: a record per contestant and number of rows."""
+def measure_shape(shape: str, config: LinearOptions, report: Report) -> None:
+    """Measure and print one shape."""
     n, k = map(int, shape.split("x"))
     rows = [int(m) for m in config.rows.split(",")]
     units = config.units.split(",")
-    copies = {kind: LayerCopies(kind, n, k) for kind in config.kinds.split(",")}
     inputs = {m: torch.randn(m, k, dtype=torch.bfloat16) for m in rows}
-    runs = {
-        (kind, unit, m): partial(copies[kind].seconds, inputs[m], unit)
-        for kind in copies
-        for m in rows
-        for unit in units
-    }
-    taken = in_turn(runs, config.rounds, shape)
-    records = []
-    for (kind, unit, m), seconds in taken.items():
-        series = Series.quartiles(seconds)
-        records.append(
-            {
-                "shape": shape,
-                "kind": kind,
-                "unit": unit,
-                "rows": m,
-                "ms": series.median * 1e3,
-                "quartiles_ms": [series.low * 1e3, series.high * 1e3],
-                "of_first_unit": median(map(truediv, seconds, taken[kind, units[0], m])),
-                "gb_per_s": copies[kind].bytes / series.median / 1e9,
-                "of_one_row": series.median / median(taken[kind, unit, rows[0]]),
-                "bytes": copies[kind].bytes,
-            }
-        )
-    return records
-
-
-def table(records: list[dict], value: Callable[[dict], str]) -> str:
-    """Return a Markdown table: a row per contestant, a column per number of rows."""
-    rows = dict.fromkeys(r["rows"] for r in records)
-    lines = []
-    for kind, unit in dict.fromkeys((r["kind"], r["unit"]) for r in records):
-        cells = [value(r) for r in records if (r["kind"], r["unit"]) == (kind, unit)]
-        lines.append([f"{kind} {unit}".strip(), *cells])
-    return markdown([records[0]["shape"], *(f"M={m}" for m in rows)], lines)
-
-
-def print_shape(records: list[dict]) -> None:
-    """Print the tables of a shape."""
-    print("\nms (times of the first number of rows)\n")
-    print(table(records, lambda r: f"{r['ms']:.2f} ({r['of_one_row']:.2f})"))
-    print("\nGB/s\n\n" + table(records, lambda r: f"{r['gb_per_s']:.1f}"), flush=True)
-    first = records[0]["unit"]
-    others = [r for r in records if r["unit"] != first]
-    if not others:
-        return
-    slower = [r for r in others if round(r["of_first_unit"], 2) > 1.0]
-    cells = [f"{r['kind']} at {r['rows']} rows ({r['of_first_unit']:.2f})" for r in slower]
-    print(f"\nTime over that of unit {first}\n")
-    print(table(others, lambda r: f"{r['of_first_unit']:.2f}"))
-    print(f"\nslower than unit {first}: {', '.join(cells) or 'no cell'}", flush=True)
+    runs = {}
+    beside = {}
+    read_bytes = {}
+    for kind in config.kinds.split(","):
+        copies = LayerCopies(kind, n, k)
+        for unit in units:
+            name = f"{kind} {unit}".strip()
+            beside[name] = f"{kind} {units[0]}".strip()
+            read_bytes[name] = copies.bytes
+            runs |= {(name, m): partial(copies.seconds, x, unit) for m, x in inputs.items()}
+    times_by_rows(report, shape, runs, config.rounds, beside, read_bytes)
 
 
 def check_units(units: str) -> None:
@@ -154,20 +110,14 @@ def check_units(units: str) -> None:
 
 def run(config: LinearOptions) -> None:
     """Measure and print everything."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
     missing = build.load_operators()
     if missing:
         raise ValueError(
             f"the operators cannot be built here ({missing}); there is nothing to compare"
         )
     check_units(config.units)
-    machine = environment("cpu")
-    log = Log(config.json, "--json")
+    report = Report(config.json, threads=config.threads)
     ceiling = read_bandwidth("cpu", 5)
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(f"bf16 activations, random weights, reads {ceiling.text(1e-9, 1)} GB/s", flush=True)
     for shape in config.shapes.split(","):
-        records = measure_shape(shape, config)
-        print_shape(records)
-        log.add([record | {"environment": machine} for record in records])
+        measure_shape(shape, config, report)

@@ -8,6 +8,7 @@ Not here: other runtimes (contestants.py).
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,22 +21,14 @@ from files.head_kinds import gguf_head_kind, head_kind, own_head
 from files.io import is_gguf
 from files.mtp import find_mtp
 from options import log_note
-from run.methods import MTP, head_kinds
+from run.methods import MTP, head_kinds, known_drafters
 from run.options import GenerateConfig
 from run.parsing import SWITCHES, by_names, read_settings
 from scripts.bench.cases import SpeedOptions
 
 CHAIN = "chain:tree_depth=3"  # of every trained drafter: the same levels
-# the trees of a kind of head; static ones are those of its papers, and a block has none
-OF_KIND = {
-    "eagle": (CHAIN, "static", "dynamic"),
-    "medusa": (CHAIN, "static", "dynamic"),
-    "hydra": (CHAIN, "static", "dynamic"),
-    "block": (CHAIN, "dynamic"),
-    "mtp": (CHAIN, "static", "dynamic"),
-    "assistant": (CHAIN, "dynamic"),
-}
 OF_MODEL = f"model:{CHAIN}"
+OF_FILES = ("model", "eagle+ngram", "rest")  # beside the kinds of heads
 
 
 class Setting(NamedTuple):
@@ -47,30 +40,58 @@ class Setting(NamedTuple):
 
 
 def methods_of(config: SpeedOptions, setting: Setting) -> list[str]:
-    """Return the methods of a setting.
+    """Return the methods of a setting; `all` are those whose files are at hand.
 
-    With `all`, a file or directory of `--heads` that no method can use is named and left out.
-    Raises: ValueError where all of them are left out.
+    A file or directory in a folder of `--heads` that no method can use is named and left out.
+    Raises: ValueError for another one, and where all of them are left out.
     """
     if config.methods != "all":
         return config.methods.split(",")
-    of_files = (*head_kinds(), "model", "eagle+ngram", "rest")
-    draft = next(f for f in fields(GenerateConfig) if f.name == "draft")
-    methods = [one for one in draft.metadata["choices"] if one and one not in of_files]
-    for kind in ("eagle", MTP):
-        if has_head(config.checkpoint, kind):
-            methods += [f"{kind}:{tree}" for tree in OF_KIND[kind]]
-    if not config.heads:
-        return methods
-    of_heads = []
-    for path in sorted(Path(config.heads).iterdir()):
+    of_files = (*head_kinds(), *OF_FILES)
+    methods = [name for name in known_drafters() if name not in of_files]
+    if not (config.heads or config.head):
+        for kind in head_kinds():
+            if has_head(config.checkpoint, kind):
+                methods += of_kind(kind)
+    named = ",".join(filter(None, (config.head, config.heads)))
+    for path in map(fetched_head, filter(None, named.split(","))):
+        methods += methods_in(path, setting)
+    return methods
+
+
+def fetched_head(name: str) -> Path:
+    """Return the files of a head by its name or path."""
+    return fetched(name, is_head=True)
+
+
+def methods_in(path: Path, setting: Setting) -> list[str]:
+    """Return the methods of a head, a draft model or a datastore, or of those in a folder.
+
+    Raises: ValueError for what is none of these, and for a folder that has none of them.
+    """
+    if not path.is_dir() or any(path.glob("*.json")):
+        return methods_of_file(path, setting)
+    methods = []
+    for each in sorted(path.iterdir()):
         try:
-            of_heads += methods_of_file(path, setting)
+            methods += methods_of_file(each, setting)
         except (ValueError, OSError) as error:
             note_once(f"left out of --methods all: {error}")
-    if not of_heads:
-        raise ValueError(f"--heads {config.heads} has no head, draft model or datastore to measure")
-    return methods + of_heads
+    if not methods:
+        raise ValueError(f"--heads {path} has no head, draft model or datastore to measure")
+    return methods
+
+
+def of_kind(kind: str, option: str = "") -> list[str]:
+    """Return the methods of a kind of head: its trees, and EAGLE's with lookups.
+
+    option: a further piece of each, which names the head
+    """
+    trees = [CHAIN if tree == "chain" else tree for tree in known_drafters()[kind].trees]
+    methods = [f"{kind}:{tree}" for tree in trees]
+    if kind == "eagle":
+        methods.append("eagle+ngram")
+    return [f"{method}:{option}" if option else method for method in methods]
 
 
 def has_head(checkpoint: str, kind: str) -> bool:
@@ -107,7 +128,7 @@ def methods_of_file(path: Path, setting: Setting) -> list[str]:
     if kind == "model":
         rules = ("", ":residual") if setting.temperature else ("",)
         return [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
-    return [f"{kind}:{tree}:{head_option(path)}" for tree in OF_KIND[kind]]
+    return of_kind(kind, head_option(path))
 
 
 def head_option(path: Path) -> str:
@@ -148,6 +169,22 @@ def method_config(method: str, setting: Setting, config: SpeedOptions) -> Genera
     chosen = GenerateConfig(**by_names(GenerateConfig, values))
     chosen.check()
     return chosen
+
+
+def command(method: str, setting: Setting, config: SpeedOptions) -> str:
+    """Return the command line of generate.py that decodes by a method as the measurement did."""
+    chosen = method_config(method, setting, config)
+    words = ["python", "generate.py"]
+    for f in fields(GenerateConfig):
+        value = getattr(chosen, f.name)
+        if f.name == "tree" and chosen.tree_depth:
+            value = f"{value}:{chosen.tree_depth}"
+        if value == f.default or not f.metadata["flag"]:  # a part of --tree
+            continue
+        words.append(f"--{f.name}")
+        if f.type not in SWITCHES and value != "":  # a bare --chat is the model's own template
+            words.append(str(value))
+    return shlex.join([*words, "--prompt_file", config.tasks.split(",")[0]])
 
 
 def _setting(text: str) -> str:

@@ -39,14 +39,19 @@ from backends.triton.qmatmul import ProductPlan, plan_product, run_product
 from files.io import write_text
 from runtime import tensors_of
 from scripts.bench.cases import PlansOptions
-from scripts.bench.kernels import LAYERS, copies_of, failure, graph_times_s, random_packed
+from scripts.bench.kernels import (
+    LAYERS,
+    copies_of,
+    failure,
+    graph_times_s,
+    random_packed,
+    require_cuda,
+)
 
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
 ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
 TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
-ROTATE_BYTES = 200 * 10**6
-REPLAYS = 10
 
 
 def shared_bytes(tokens: int, tile: Tile, bits: int, device: Device) -> int:
@@ -105,7 +110,7 @@ class LayerShape(NamedTuple):
 
 
 # microseconds of a product of some rows by a plan; infinite for one that fails
-TimeOf = Callable[[LayerShape, ProductPlan, int], float]
+TimeOf = Callable[[ProductPlan, int], float]
 
 
 def plan_of(height: int, tile: Tile, splits: int) -> ProductPlan:
@@ -118,13 +123,13 @@ def choose(shape: LayerShape, device: Device, time_of: TimeOf) -> MeasuredProduc
 
     def time_of_splits(splits: int) -> float:
         plans = {h: shape.estimate(h, device)._replace(splits=splits) for h in (16, 32)}
-        return sum(time_of(shape, plan, ROWS_OF[height]) for height, plan in plans.items())
+        return sum(time_of(plan, ROWS_OF[height]) for height, plan in plans.items())
 
     splits = min(shape.splits(device), key=time_of_splits)
     chosen = {}
     for height in HEIGHTS:
         plans = {tile: plan_of(height, tile, splits) for tile in shape.tiles(height, device)}
-        times = {tile: time_of(shape, plan, ROWS_OF[height]) for tile, plan in plans.items()}
+        times = {tile: time_of(plan, ROWS_OF[height]) for tile, plan in plans.items()}
         chosen[height] = min(times, key=times.__getitem__)
     return MeasuredProduct(splits, chosen)
 
@@ -138,74 +143,59 @@ def shapes_of() -> list[LayerShape]:
 
 
 class Timer:
-    """Times products on this GPU; each plan once."""
+    """Times the products of a shape on this GPU."""
 
-    def __init__(self, device: Device, torch_device: str = "cuda"):
-        self.device = device
+    def __init__(self, shape: LayerShape, device: Device, torch_device: str = "cuda"):
+        """Make the weights: gigabytes."""
+        self.shape = shape
         self.torch_device = torch_device
         # launches that are timed follow each other, as in one stream
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
-        self.shape: LayerShape | None = None  # of the weights
-        self.weights: list[tuple[Tensor, Tensor | None]] = []
+        self.gpu = Gpu(device, self.done)
+        first = random_weights(shape, torch_device)
+        size = sum(part.nbytes for part in first if part is not None)
+        further = range(1, copies_of(size))
+        self.weights = [first, *(random_weights(shape, torch_device) for _ in further)]
         self.inputs: dict[int, Tensor] = {}  # by rows
-        self.known: dict[tuple, float] = {}
         self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
-    def __call__(self, shape: LayerShape, plan: ProductPlan, rows: int) -> float:
-        """Time a plan, and compare its result. Writes: the weights, for a new shape."""
-        time_s = self.known.get((shape, plan, rows))
-        if time_s is None:
-            self._take(shape)
-            try:
-                time_s = self._time(shape, plan, rows)
-            except Exception as error:  # a plan that does not compile or launch is a result
-                print(f"{shape.key}, {rows} rows, {plan}: {failure(error)['error']}", flush=True)
-                torch.cuda.synchronize()  # raises where the device is lost
-                time_s = float("inf")
-            self.known[shape, plan, rows] = time_s
-        return time_s
+    def __call__(self, plan: ProductPlan, rows: int) -> float:
+        """Time a plan, and compare its result."""
+        try:
+            return self._time(plan, rows)
+        except Exception as error:  # a plan that does not compile or launch is a result
+            print(f"{self.shape.key}, {rows} rows, {plan}: {failure(error)['error']}", flush=True)
+            torch.cuda.synchronize()  # raises where the device is lost
+            return float("inf")
 
-    def _take(self, shape: LayerShape) -> None:
-        """Make weights of a shape, unless they are there. Writes: the weights, inputs, results."""
-        if shape == self.shape:
-            return
-        self.weights.clear()  # gigabytes
-        self.inputs.clear()
-        self.results.clear()
-        first = random_weights(shape, self.torch_device)
-        size = sum(part.nbytes for part in first if part is not None)
-        further = range(1, copies_of(size, ROTATE_BYTES))
-        self.weights = [first, *(random_weights(shape, self.torch_device) for _ in further)]
-        self.shape = shape
-
-    def _time(self, shape: LayerShape, plan: ProductPlan, rows: int) -> float:
-        call = self._call(shape, plan, rows)
+    def _time(self, plan: ProductPlan, rows: int) -> float:
+        call = self._call(plan, rows)
         calls = [partial(call, *weights) for weights in self.weights]
-        us = statistics.median(graph_times_s(calls, REPLAYS)) * 1e6
+        us = statistics.median(graph_times_s(calls)) * 1e6
         result = tensors_of(calls[0]())
         first = self.results.setdefault((rows, plan.splits), result)
         if not all(map(torch.equal, first, result)):
             raise ValueError("its bits differ from those of the first plan with these splits")
         return us
 
-    def _call(self, shape: LayerShape, plan: ProductPlan, rows: int) -> Callable:
+    def _call(self, plan: ProductPlan, rows: int) -> Callable:
         """Return the product of some rows, as a layer runs it, as a function of the weights."""
+        shape = self.shape
         options = {"device": self.torch_device, "dtype": torch.bfloat16}
         x = self.inputs.setdefault(rows, torch.randn(1, rows, shape.K, **options))
         fp32 = options | {"dtype": torch.float32}
         squares = torch.ones(math.ceil(shape.K / PART), rows, **fp32)  # the norm in front
-        gpu = Gpu(self.device, self.done)
         if shape.epilogue == "add":
             stream = torch.ones(1, rows, shape.N, **options)
             norm = torch.ones(shape.N, **options)
             return lambda weight, scale: add_product(
-                LazyMatmul(x, None, weight, scale), stream, norm, 1e-5, gpu, plan
+                LazyMatmul(x, None, weight, scale), stream, norm, 1e-5, self.gpu, plan
             )
         if shape.epilogue == "rotary":  # as many heads of keys as of queries
             rope = (torch.ones(1, rows, 1, 128, **fp32),) * 2
             cache = torch.zeros(2, 1, shape.N // 384, rows, 128, **options)
             slots = torch.arange(rows, device=self.torch_device)[None]
-            given = (rope, *cache, slots, (None, None, 0.0), gpu, plan)
+            given = (rope, *cache, slots, (None, None, 0.0), self.gpu, plan)
             return lambda weight, scale: rotary_product(
                 LazyMatmul(x, squares, weight, scale), *given
             )
@@ -228,16 +218,16 @@ def random_weights(shape: LayerShape, torch_device: str) -> tuple[Tensor, Tensor
 
 def run(config: PlansOptions) -> None:
     """Time, print, write the table."""
-    if not torch.cuda.is_available():
-        raise ValueError("this machine or this torch has no CUDA device; run it on one that has")
+    require_cuda()
     device = device_of(torch.cuda.current_device())
-    time_of = Timer(device)
     file = Path(config.out) / file_name(device.name)
     chosen_plans: dict[str, MeasuredProduct] = {}
     for shape in shapes_of():
+        time_of = Timer(shape, device)
         chosen = choose(shape, device, time_of)
         print(f"{shape.key}: {chosen}", flush=True)
-        if math.isfinite(time_of(shape, plan_of(16, chosen.tiles[16], chosen.splits), ROWS_OF[16])):
+        if math.isfinite(time_of(plan_of(16, chosen.tiles[16], chosen.splits), ROWS_OF[16])):
             chosen_plans[shape.key] = chosen
         write_text(str(file), to_json(device.name, chosen_plans))
+        del time_of  # gigabytes
     print(f"{file}: {len(chosen_plans)} matmuls; in {FOLDER} they hold on every {device.name}")

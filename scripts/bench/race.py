@@ -90,7 +90,7 @@ def record(config: RaceOptions) -> dict[str, Any]:
     return {
         "prompt": config.prompt,
         "checkpoint": Path(config.checkpoint).name,
-        "machine": config.machine or made_on["device"],
+        "machine": made_on["device"],
         "date": date.today().isoformat(),
         "rounds": config.rounds,
         "environment": made_on,

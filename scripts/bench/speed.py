@@ -5,8 +5,8 @@
    speedup is taken between neighbours in time: decode tokens per second over those of `none`.
    Prefill and compilation are apart.
 3. `--json` gets one line per task and method, once measured; table.py makes tables of it alone. The
-   same command resumes a killed run at its unfinished task. A method that is refused or fails is
-   named at the end; the others go on.
+   same command resumes a killed run: a task that lacks a line is measured anew. A method that is
+   refused or fails is named at the end; the others go on.
 
 tau: emitted tokens per verification, bonus included. n-alpha (EAGLE-1 4.1): on chains, the share of
 drafted tokens accepted after n accepted ones. Without `none` there is no speedup, and large batches
@@ -21,21 +21,23 @@ import math
 import statistics
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from files.fetch import with_files
+from options import require
 from run.engine import Engine
 from run.generate import encode, load
 from run.methods import head_kinds
-from run.options import pick_device
+from run.options import GenerateConfig, pick_device
 from run.stats import peak_memory_bytes
-from scripts.bench.cases import SpeedOptions, is_peer, shown_path
+from scripts.bench.cases import SpeedOptions, is_peer
 from scripts.bench.common import (
     Log,
     Series,
@@ -46,20 +48,13 @@ from scripts.bench.common import (
     with_config,
 )
 from scripts.bench.contestants import Contestant, Outcome, Peers, Run, ours
-from scripts.bench.methods import Setting, method_config, methods_of
+from scripts.bench.methods import Setting, command, method_config, methods_of
 from scripts.bench.table import write_report
 from scripts.bench.tasks import conversations
 
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
 CEILING_RUNS = 5
-
-
-class Task(NamedTuple):
-    """Prompts of one kind, those that fit."""
-
-    name: str
-    prompts: list[list[str]]
-    left_out: int
+KEYS = ("task", "method", *Setting._fields)  # of a line of the log
 
 
 def read_tasks(config: SpeedOptions) -> dict[str, list[list[str]]]:
@@ -74,21 +69,19 @@ def read_tasks(config: SpeedOptions) -> dict[str, list[list[str]]]:
     return tasks
 
 
-def fitting(engine: Engine, name: str, prompts: list[list[str]], new_tokens: int) -> Task:
-    """Leave out prompts that are too long. Raises: ValueError when nothing is left."""
-    longest = engine.context - new_tokens
+def fitting(engine: Engine, name: str, prompts: list[list[str]], new: int) -> list[list[str]]:
+    """Leave out prompts that are too long. new: tokens of an answer
+
+    Raises: ValueError when nothing is left.
+    """
+    longest = engine.context - new
     kept = [turns for turns in prompts if len(encode(engine, turns[:1], [])) <= longest]
-    left_out = len(prompts) - len(kept)
-    if not kept:
-        raise ValueError(
-            f"no prompt of {name} has at most {longest} tokens; raise the context "
-            "(--options context=4096)"
-        )
-    if left_out:
-        print(
-            f"note: {left_out} prompts of {name} have more than {longest} tokens; they are left out"
-        )
-    return Task(name, kept, left_out)
+    remedy = "raise the context (--options context=4096)"
+    require(bool(kept), f"no prompt of {name} has at most {longest} tokens; {remedy}")
+    if len(kept) < len(prompts):
+        left_out = f"{len(prompts) - len(kept)} prompts of {name} have more than {longest} tokens"
+        print(f"note: {left_out}; they are left out")
+    return kept
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -161,8 +154,7 @@ def summary(
     mine = [outcomes[name] for outcomes in rounds]
     lengths = [row for one in mine for row in one.accept_lengths]
     same = [x for one in mine for x in one.identical]
-    row = acceptance(lengths, 0) | speed(name, rounds)
-    row |= {
+    row = speed(name, rounds) | {
         "n_alpha": None,
         "identical": sum(same) / len(same) if same else None,
         "repeated": statistics.mean(x for one in mine for x in one.repeated),
@@ -173,7 +165,7 @@ def summary(
     }
     engine = contestant.engine
     if engine is None:
-        return row
+        return row | acceptance(lengths, 0)
     row |= acceptance(lengths, engine.drafter.depth)
     if engine.option("draft") in (*head_kinds(), "model") and engine.drafter.width == 1:
         row["n_alpha"] = row["by_depth"]  # on chains
@@ -200,50 +192,6 @@ def failed_captures(engine: Engine) -> int:
 # --------------------------------------------------------------------------------------- the matrix
 
 
-class Unit(NamedTuple):
-    """A task under a setting, and the methods that the log lacks there."""
-
-    setting: Setting
-    task: str
-    lacking: list[str]
-
-    def key(self, method: str) -> dict[str, Any]:
-        """Return the fields that identify a line of the log."""
-        return {"task": self.task, "method": method} | self.setting._asdict()
-
-
-class Bench(NamedTuple):
-    """A run of this program."""
-
-    config: SpeedOptions
-    tasks: dict[str, list[list[str]]]
-    log: Log
-    machine: dict[str, Any]
-    ceiling: Series  # bytes per second
-    failed: dict[str, str]  # the reason, by method
-    over: Callable[[int], bool]  # as in `measure`
-
-    def attempt(self, method: str, work: Callable[[], Any]) -> Any:
-        """Return the result of some work, or None where it fails: the other methods go on."""
-        try:
-            return work()
-        except ValueError as error:  # refused, for example as its files do not fit the model
-            self.failed[method] = str(error)
-            return None
-        except Exception as error:  # of a compiler or a device: a method that fails is a result
-            traceback.print_exception(error)
-            reason = str(error).strip().partition("\n")[0][:200]
-            self.failed[method] = f"{type(error).__name__}: {reason} (the traceback is above)"
-            return None
-
-    def methods(self, unit: Unit) -> list[str]:
-        """Return the methods that run for a unit: the lacking ones, and those they are beside."""
-        beside = set(unit.lacking) | {"none"}
-        # a peer's drafts are held against its own plain decoding
-        beside |= {method.rpartition(":")[0] for method in unit.lacking if is_peer(method)}
-        return [method for method in methods_of(self.config, unit.setting) if method in beside]
-
-
 def settings_of(config: SpeedOptions) -> list[Setting]:
     """Return the matrix of settings. Raises: ValueError for a value that is no number."""
     try:
@@ -255,76 +203,128 @@ def settings_of(config: SpeedOptions) -> list[Setting]:
     return [Setting(q, t, b) for q in config.quant.split(",") for t in temperatures for b in sizes]
 
 
-def open_log(path: str, flag: str) -> Log:
-    """Open a log of this case. Raises: ValueError for another file."""
-    log = Log(path, flag)
-    for number, row in enumerate(log.rows, 1):
-        if "ceiling_bytes_per_s" not in row or "first_ms" not in row:
-            raise ValueError(
-                f"{flag}: {path} line {number} is no line of measure.py speed; name another file"
-            )
-    return log
+def fault_of(row: dict[str, Any]) -> str:
+    """Return the fault of a row of a log of this case, or ""."""
+    known = "ceiling_bytes_per_s" in row and "first_ms" in row
+    return "" if known else "it is no line of measure.py speed; name another file"
 
 
-def units_to_do(config: SpeedOptions, tasks: dict[str, list[list[str]]], log: Log) -> list[Unit]:
-    """Return the units that the log lacks. Raises: ValueError for a log of other options."""
-    for row in log.rows:
-        for name, value in config.fixed.items():
-            if row["config"].get(name) != value:
-                was = f"--{name} {row['config'].get(name)}, here {value}"
-                raise ValueError(
-                    f"--json: {config.json} was measured with {was}; name another file"
-                )
-    known = {tuple(row[key] for key in ("task", "method", *Setting._fields)) for row in log.rows}
-    units = []
-    for setting in settings_of(config):
-        for task in tasks:
-            wanted = methods_of(config, setting)
-            lacking = [m for m in wanted if (task, m, *setting) not in known]
-            if lacking:
-                units.append(Unit(setting, task, lacking))
-    return units
+class Bench:
+    """A run of this program.
 
-
-def measure_unit(
-    bench: Bench, unit: Unit, contestants: dict[str, Contestant], target: Engine, bar: tqdm
-) -> None:
-    """Measure a task, and log it.
-
-    Writes: `contestants`, from which a method that fails is dropped.
+    over: of a task's number, asked before each of its rounds; true ends the task, after one round
     """
-    config = bench.config
-    task = fitting(target, unit.task, bench.tasks[unit.task], config.max_new_tokens)
-    size = unit.setting.batch_size
-    bar.set_postfix_str(f"{task.name}, T {unit.setting.temperature:g}, B {size}")
-    runs = {}
-    for name in [name for name in bench.methods(unit) if name in contestants]:
-        warm = bench.attempt(name, partial(warmed, contestants[name], task.prompts, size))
-        if warm is None:
-            del contestants[name]
-        else:
-            runs[name] = warm
-    if not runs:
-        return
-    groups = [*range(-(-len(task.prompts) // size))]
-    rounds: list[dict[str, Outcome]] = []
-    for number in groups * config.rounds:
-        if bench.over(list(bench.tasks).index(unit.task)) and rounds:
-            break
-        rounds.append(run_round(runs, contestants, number))
-        bar.update()
-    lines = []
-    for name in filter(runs.get, unit.lacking):
-        context = {
-            "prompts": min(len(task.prompts), len(rounds) * size),
-            "left_out": task.left_out,
-            "config": config.fixed,
-            "environment": bench.machine,
-            "ceiling_bytes_per_s": bench.ceiling,
+
+    def __init__(self, config: SpeedOptions, over: Callable[[int], bool]):
+        """Read the tasks and the log, and check the methods. Raises: ValueError."""
+        self.config = config
+        self.over = over
+        self.tasks = read_tasks(config)
+        self.methods = {setting: methods_of(config, setting) for setting in settings_of(config)}
+        for setting, methods in self.methods.items():  # before anything is measured
+            for method in methods:
+                if not is_peer(method):
+                    method_config(method, setting, config)
+        self.log = Log(config.json, "--json", fault_of)
+        for row in self.log.rows:
+            for name, value in config.fixed.items():
+                was = f"--{name} {row['config'].get(name)}, here {value}"
+                fault = f"--json: {config.json} was measured with {was}; name another file"
+                require(row["config"].get(name) == value, fault)
+        self.failed: dict[str, str] = {}  # the reason, by method
+        self.ceiling = 0.0  # bytes per second
+
+    def lacking(self, setting: Setting, task: str) -> list[str]:
+        """Return the methods that have no line of a task in the log."""
+        known = [tuple(row[key] for key in KEYS) for row in self.log.rows]
+        return [m for m in self.methods[setting] if (task, m, *setting) not in known]
+
+    def attempt(self, method: str, work: Callable[[], Any]) -> Any:
+        """Return the result of some work, or None where it fails: the other methods go on."""
+        try:
+            return work()
+        except ValueError as error:  # refused, for example as its files do not fit the model
+            self.failed[method] = str(error)
+        except Exception as error:  # of a compiler or a device: a method that fails is a result
+            traceback.print_exception(error)
+            reason = str(error).strip().partition("\n")[0][:200]
+            self.failed[method] = f"{type(error).__name__}: {reason} (the traceback is above)"
+        return None
+
+    def contestants(self, setting: Setting, target: Engine, folder: Path) -> dict[str, Contestant]:
+        """Return the contestants of a setting; one that fails is noted and left out."""
+        peers = Peers(self.config, target, setting.batch_size, folder)
+
+        def make(name: str) -> Contestant:
+            if is_peer(name):
+                return peers.make(name)
+            chosen = method_config(name, setting, self.config)
+            # beside peers it ignores an end of sequence, as they do
+            ignore_eos = chosen.ignore_eos or bool(self.config.peers)
+            return ours(with_config(target, replace(chosen, ignore_eos=ignore_eos)))
+
+        made = {name: self.attempt(name, partial(make, name)) for name in self.methods[setting]}
+        return {name: contestant for name, contestant in made.items() if contestant}
+
+    def measure(self, units: list[tuple[Setting, str]]) -> None:
+        """Measure tasks under settings: one target per quantization. Writes: the log."""
+        config = self.config
+        machine = environment(config.device)
+        ceiling = read_bandwidth(config.device, CEILING_RUNS)
+        self.ceiling = ceiling.median
+        print(", ".join(f"{key} {value}" for key, value in machine.items()))
+        print(f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling", flush=True)
+        facts = {"config": config.fixed, "environment": machine, "ceiling_bytes_per_s": ceiling}
+        target = None
+        loaded = None  # quantization of the target
+        with tempfile.TemporaryDirectory() as folder, tqdm(unit="round", disable=None) as bar:
+            for setting in dict.fromkeys(setting for setting, _ in units):
+                if loaded != setting.quant:
+                    target = None  # freed before the next one is loaded
+                    plain = method_config("none", setting, config)
+                    target = load(replace(plain, compile=False))
+                    loaded = setting.quant
+                contestants = self.contestants(setting, target, Path(folder))
+                for task in [task for own, task in units if own == setting]:
+                    bar.set_postfix_str(f"{task}, {setting}")
+                    rows = self.measure_task(setting, task, contestants, target, bar)
+                    self.log.add([row | facts for row in rows])
+                torch.compiler.reset()  # else the next setting's steps would first try these graphs
+
+    def measure_task(
+        self,
+        setting: Setting,
+        task: str,
+        contestants: dict[str, Contestant],
+        target: Engine,
+        bar: tqdm,
+    ) -> list[dict[str, Any]]:
+        """Measure a task. Returns: the rows that the log lacks. Writes: contestants that fail go"""
+        prompts = fitting(target, task, self.tasks[task], self.config.max_new_tokens)
+        size = setting.batch_size
+        runs = {}
+        for name in [*contestants]:
+            run = self.attempt(name, partial(warmed, contestants[name], prompts, size))
+            if run is None:
+                del contestants[name]
+            else:
+                runs[name] = run
+        rounds: list[dict[str, Outcome]] = []
+        for number in [*range(-(-len(prompts) // size))] * self.config.rounds:
+            if not runs or (self.over([*self.tasks].index(task)) and rounds):
+                break
+            rounds.append(run_round(runs, contestants, number))
+            bar.update()
+        key = {"task": task} | setting._asdict()
+        key |= {
+            "prompts": min(len(prompts), len(rounds) * size),
+            "left_out": len(self.tasks[task]) - len(prompts),
         }
-        measured = summary(name, contestants[name], rounds, bench.ceiling.median)
-        lines.append(unit.key(name) | measured | context)
-    bench.log.add(lines)
+        return [
+            key | {"method": name} | summary(name, contestants[name], rounds, self.ceiling)
+            for name in self.lacking(setting, task)
+            if name in runs
+        ]
 
 
 def warmed(contestant: Contestant, prompts: list[list[str]], size: int) -> Run:
@@ -333,100 +333,54 @@ def warmed(contestant: Contestant, prompts: list[list[str]], size: int) -> Run:
     return contestant.start(prompts)
 
 
-def measure_all(bench: Bench, units: list[Unit]) -> None:
-    """Measure the units: one target per quantization, one set of contestants per setting."""
-    sizes = {name: len(prompts) for name, prompts in bench.tasks.items()}
-    rounds = sum(-(-sizes[unit.task] // unit.setting.batch_size) for unit in units)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tqdm(total=rounds * bench.config.rounds, unit="round", disable=None) as bar,
-    ):
-        target = None
-        loaded = None  # quantization of the target
-        for setting in dict.fromkeys(unit.setting for unit in units):
-            mine = [unit for unit in units if unit.setting == setting]
-            if loaded != setting.quant:
-                target = None  # freed before the next one is loaded
-                plain = method_config("none", setting, bench.config)
-                target = load(replace(plain, compile=False))
-                loaded = setting.quant
-            names = dict.fromkeys(name for unit in mine for name in bench.methods(unit))
-            contestants = make_contestants(bench, setting, target, list(names), Path(folder), bar)
-            for unit in mine:
-                measure_unit(bench, unit, contestants, target, bar)
-            torch.compiler.reset()  # else the next setting's steps would first try these graphs
-
-
-def make_contestants(
-    bench: Bench, setting: Setting, target: Engine, names: list[str], folder: Path, bar: tqdm
-) -> dict[str, Contestant]:
-    """Return the contestants of a setting; one that fails is noted and left out."""
-    config = bench.config
-    peers = Peers(config, target, setting.batch_size, folder)
-    contestants = {}
-    for name in names:
-        bar.set_postfix_str(f"preparing {name}")
-        if is_peer(name):
-            make = partial(peers.make, name)
-        else:
-            make = partial(made_ours, name, setting, config, target)
-        contestant = bench.attempt(name, make)
-        if contestant is not None:
-            contestants[name] = contestant
-    return contestants
-
-
-def made_ours(name: str, setting: Setting, config: SpeedOptions, target: Engine) -> Contestant:
-    """Return our runtime with a method; beside peers it ignores an end of sequence, as they do."""
-    chosen = method_config(name, setting, config)
-    if config.peers:
-        chosen = replace(chosen, ignore_eos=True)
-    return ours(with_config(target, chosen))
-
-
-def header_lines(bench: Bench) -> Iterator[str]:
-    """Yield the conditions of the measurement."""
-    config = bench.config
-    yield ", ".join(f"{key} {value}" for key, value in bench.machine.items())
-    dtype = config.dtype or "of the checkpoint"
-    yield f"checkpoint {shown_path(config.checkpoint)}, dtype {dtype}, quantization {config.quant}"
-    yield f"tasks {', '.join(bench.tasks)}; B = {config.batch_sizes}, T = {config.temperatures}"
-    yield f"read bandwidth {bench.ceiling.text(1e-9, 1)} GB/s: the ceiling"
-
-
 def measure(config: SpeedOptions, over: Callable[[int], bool] = lambda task: False) -> list[dict]:
-    """Measure the lines that the log lacks. Returns: all of its rows.
+    """Measure the lines that the log lacks. Returns: all of its rows. over: of `Bench`
 
-    over: of a task's number, asked before each of its rounds; true ends the task, after one round
     Raises: ValueError, also for methods that failed.
     """
     config = replace(config, device=pick_device(config.device))
     if config.threads:
         torch.set_num_threads(config.threads)
-    tasks = read_tasks(config)
-    for setting in settings_of(config):  # every combination, before anything is measured
-        for method in methods_of(config, setting):
-            if not is_peer(method):
-                method_config(method, setting, config)
-    log = open_log(config.json, "--json")
-    units = units_to_do(config, tasks, log)
-    if log.rows:
-        lacking = sum(len(unit.lacking) for unit in units)
-        print(f"{config.json} holds {len(log.rows)} lines; {lacking} are to be measured")
+    bench = Bench(config, over)
+    pairs = [(setting, task) for setting in bench.methods for task in bench.tasks]
+    units = [pair for pair in pairs if bench.lacking(*pair)]
+    rows = bench.log.rows
+    if rows:
+        lacking = sum(len(bench.lacking(*pair)) for pair in units)
+        print(f"{config.json} holds {len(rows)} lines; {lacking} are to be measured")
     if units:
-        machine = environment(config.device)
-        ceiling = read_bandwidth(config.device, CEILING_RUNS)
-        bench = Bench(config, tasks, log, machine, ceiling, {}, over)
-        print("\n".join(header_lines(bench)), flush=True)
-        measure_all(bench, units)
-        if bench.failed:
-            if log.rows:
-                write_report(log.rows)
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.failed.items())
-            raise ValueError(reasons)
-    return log.rows
+        bench.measure(units)
+    if bench.failed:
+        if rows:
+            write_report(rows)
+        raise ValueError("; ".join(f"{name}: {reason}" for name, reason in bench.failed.items()))
+    return rows
+
+
+def with_names_fetched(config: SpeedOptions) -> SpeedOptions:
+    """Return options that name files where they name models, and the published head of one."""
+    given = GenerateConfig(checkpoint=config.checkpoint, head=config.head)
+    named = with_files(given)
+    return replace(config, checkpoint=named.checkpoint, head=named.head)
+
+
+def recommended(config: SpeedOptions, rows: list[dict]) -> str:
+    """Return the method of a log with the most tokens per second, and its command."""
+
+    def rate(row: dict) -> float:
+        mine = [other for other in rows if other["method"] == row["method"]]
+        return sum(x["tokens"] for x in mine) / max(sum(x["decode_s"] for x in mine), 1e-9)
+
+    best = max(rows, key=rate)
+    setting = Setting(*(best[key] for key in Setting._fields))
+    return f"recommended, {best['method']}:\n    {command(best['method'], setting, config)}"
 
 
 def run(config: SpeedOptions) -> None:
     """Measure, or read a log, and print the tables."""
-    write_report(open_log(config.report, "--report").rows if config.report else measure(config))
+    if config.report:
+        write_report(Log(config.report, "--report", fault_of).rows)
+        return
+    config = with_names_fetched(config)
+    rows = measure(config)
+    write_report(rows, recommended(config, rows) if config.methods == "all" else "")

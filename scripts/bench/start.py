@@ -8,7 +8,7 @@
    same file. It renders the chat by the file's own template, decodes greedily, and prints like
    generate.py: a text, then tokens and seconds.
 4. A start that fails, or whose text differs from its contestant's first one, is an error. Texts of
-   two contestants may part, as their roundings differ; the table shows the place.
+   two contestants may part, as their roundings differ; the table shows where.
 
 tokens/s is of decoding alone, as each contestant counts it. The model must be downloaded.
 """
@@ -23,16 +23,17 @@ import sys
 import tempfile
 import time
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from run.options import DEFAULT, ROOT
 from run.session import common_prefix
 from scripts.bench.cases import StartOptions
-from scripts.bench.common import Log, Series, environment, in_turn
-from scripts.bench.table import markdown
+from scripts.bench.common import Report, Series, in_turn, pivot
 
 PROMPT = "Write a long story about a lighthouse keeper."
 LENGTHS = (50, 500)  # tokens, at which the answer is cut
+# fields of a start, their titles and digits
+COLUMNS = (("first_s", "first text s", 2), ("end_s", "end s", 2), ("tokens_per_s", "tokens/s", 1))
 SPEED = re.compile(r"(\d+) tokens, ([\d.]+) tokens/s")  # in the line that ends a run
 # command line: model, prompt, tokens at most, threads
 LLAMA = """
@@ -113,47 +114,38 @@ def contestants(config: StartOptions) -> dict[str, list[str]]:
     return commands
 
 
-def measured(config: StartOptions) -> dict[str, list[Start]]:
-    """Run all contestants in turn. Raises: ValueError for one that fails or changes its text."""
-    texts: dict[str, str] = {}
-
-    def one(name: str, command: list[str], caches: str) -> Start:
-        made = start(command, caches)
-        if name not in texts and config.cold:
-            times = f"first text {made.first_s:.1f} s, end {made.end_s:.1f} s"
-            print(f"first start, {name}: {times}", flush=True)
-        if texts.setdefault(name, made.text) != made.text:
-            raise ValueError(f"{name}: a start gave another text than the first one")
-        return made
-
-    with tempfile.TemporaryDirectory() as empty:
-        caches = empty if config.cold else ""
-        commands = contestants(config)
-        runs = {name: partial(one, name, command, caches) for name, command in commands.items()}
-        return in_turn(runs, config.rounds, "starts")  # the first round fills caches
+def checked(name: str, command: list[str], caches: str, texts: dict[str, str]) -> Start:
+    """Start a contestant. Writes: texts. Raises: ValueError for another text than the first one."""
+    made = start(command, caches)
+    if name not in texts and caches:
+        times = f"first text {made.first_s:.1f} s, end {made.end_s:.1f} s"
+        print(f"first start, {name}: {times}", flush=True)
+    if texts.setdefault(name, made.text) != made.text:
+        raise ValueError(f"{name}: a start gave another text than the first one")
+    return made
 
 
 def run(config: StartOptions) -> None:
     """Measure and print."""
-    machine = environment("cpu")
-    log = Log(config.json, "--json")
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    starts = measured(config)
-    lines = []
-    for name, runs in starts.items():
-        first = Series.of([one.first_s for one in runs])
-        end = Series.of([one.end_s for one in runs])
-        speed = Series.of([one.tokens_per_s for one in runs])
-        tokens = runs[0].tokens
-        lines.append([name, first.text(1, 2), end.text(1, 2), str(tokens), speed.text(1, 1)])
-        row = {"name": name, "first_s": first, "end_s": end, "tokens": tokens}
-        log.add([row | {"tokens_per_s": speed, "environment": machine}])
+    report = Report(config.json)
+    texts: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as empty:
+        caches = empty if config.cold else ""
+        runs = {
+            name: partial(checked, name, command, caches, texts)
+            for name, command in contestants(config).items()
+        }
+        starts = in_turn(runs, config.rounds, "starts")  # the first round fills caches
+    cells = {}
+    for name, made in starts.items():
+        row: dict[str, Any] = {"name": name, "tokens": made[0].tokens}
+        cells[name, "tokens"] = str(made[0].tokens)
+        for column, title, digits in COLUMNS:
+            row[column] = Series.of([getattr(one, column) for one in made])
+            cells[name, title] = row[column].text(1, digits)
+        report.add(row)
+        ours = texts[f"{name.partition(',')[0]}, gpt-eagle"]
+        same = common_prefix(texts[name], ours)
+        cells[name, "text is ours"] = "whole" if texts[name] == ours else f"for {same} characters"
     print(f"second starts, median (range) of {config.rounds}:\n")
-    print(markdown(("tokens at most", "first text s", "end s", "tokens", "tokens/s"), lines))
-    for name, runs in starts.items():
-        text = runs[0].text
-        reference = starts[f"{name.partition(',')[0]}, gpt-eagle"][0].text
-        same = common_prefix(text, reference)
-        if text != reference:
-            parts = f"{text[same:][:30]!r}, not {reference[same:][:30]!r}"
-            print(f"{name}: another text from character {same} on: {parts}")
+    print(pivot("tokens at most", cells))

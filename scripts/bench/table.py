@@ -9,11 +9,12 @@ Not here: measuring; pictures (bars.py, race.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from run.stats import explain
 from scripts.bench.cases import is_peer
+from scripts.bench.common import markdown
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (
@@ -136,15 +137,14 @@ def spread(row: dict, name: str, digits: int) -> str:
     return f"{median} ({low}-{high})"
 
 
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
-    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
-    return "\n".join([first, "|" + "---|" * len([*head]), *lines])
+def write_report(rows: list[dict], further: str = "") -> None:
+    """Print the tables, further lines, and, last, one JSON object.
 
-
-def write_report(rows: list[dict]) -> None:
-    """Print the tables and, last, one JSON object. Raises: ValueError when nothing was measured."""
+    Raises: ValueError when nothing was measured.
+    """
     if not rows:
         raise ValueError("the log holds no measurement; run measure.py speed with --json first")
     print("\n".join(tables(rows)))
+    if further:
+        print(f"\n{further}\n")
     print(json.dumps({"rows": [{name: row[name] for name in BRIEF} for row in rows]}))

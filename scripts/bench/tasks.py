@@ -1,7 +1,7 @@
-"""Evaluation tasks: conversations of data/eval, or of a file in a published layout, by path.
+"""Evaluation tasks: conversations of data/eval, or of a file by path, in a published layout, too.
 
 A row of a JSONL file (or of a JSON array) has one of these layouts:
-    ours                  id, task, turns
+    ours                  turns; id and task, if there are several
     MT-bench, Spec-Bench  question_id, category, turns
     SPEED-Bench           question_id, category, and turns, or messages of the user alone
     MATH-500              unique_id, problem
@@ -17,11 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from files.io import read_jsonl
+from options import require
 from run.options import ROOT
+from run.prompts import prompts_of_file
 
 EVAL = ROOT / "data" / "eval"
 # SPEED-Bench's rows of other data sets begin with this until its script has fetched them
 UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+UNPREPARED = (
+    "this row of SPEED-Bench has no prompt yet; prepare the file with the script that its data "
+    "card names"
+)
 FORM = 'a row must be like {"id": "a-1", "task": "a", "turns": ["text", ...]}'
 MBPP = (  # the prompt of its README
     "You are an expert Python programmer, and here is your task: {} "
@@ -52,33 +58,27 @@ LAYOUTS: tuple[tuple[tuple[str, ...], Callable[[dict], str], Callable[[dict], li
         lambda row: row["dataset"],
         lambda row: [f"{row['context']}\n\n{row['input']}".strip()],
     ),
+    (("turns",), lambda row: "", lambda row: row["turns"]),
 )
 
 
 def parsed(row: dict) -> tuple[str, list[str]]:
-    """Return the task and the turns of a row. Raises: ValueError for one of no known layout."""
-    for keys, task_of, turns_of in LAYOUTS:
-        if not all(key in row for key in keys):
-            continue
-        try:
-            task = task_of(row)
-            turns = turns_of(row)
-        except (KeyError, TypeError, AttributeError):
-            raise ValueError(FORM) from None
-        texts = (
-            isinstance(turns, list)
-            and turns
-            and all(isinstance(turn, str) and turn for turn in turns)
-        )
-        if not texts or not isinstance(task, str):
-            raise ValueError(FORM)
-        if turns[0].startswith(UNRESOLVED):
-            raise ValueError(
-                "this row of SPEED-Bench has no prompt yet; prepare the file with the script that "
-                "its data card names"
-            )
-        return task, turns
-    raise ValueError(FORM)
+    """Return the task, "" without one, and the turns of a row.
+
+    Raises: ValueError for one of no known layout.
+    """
+    layouts = [layout for layout in LAYOUTS if all(key in row for key in layout[0])]
+    require(bool(layouts), FORM)
+    _, task_of, turns_of = layouts[0]
+    try:
+        task = task_of(row)
+        turns = turns_of(row)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(FORM) from None
+    texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
+    require(texts and bool(turns) and isinstance(task, str), FORM)
+    require(not turns[0].startswith(UNRESOLVED), UNPREPARED)
+    return task, turns
 
 
 def row_fault(row: dict) -> str:
@@ -91,19 +91,21 @@ def row_fault(row: dict) -> str:
 
 
 def conversations(names: str) -> dict[str, list[list[str]]]:
-    """Read conversations by task.
+    """Read conversations by task; those of rows without one are of their file's name.
 
-    names: of data/eval, or JSON files in a layout above, comma-separated
+    names: of data/eval, or files of a text or of JSON in a layout above, comma-separated
     Raises: ValueError that names the file and the line.
     """
     tasks: dict[str, list[list[str]]] = {}
     for name in names.split(","):
-        is_path = name.endswith((".jsonl", ".json"))
-        file = Path(name) if is_path else EVAL / f"{name}.jsonl"
+        file = Path(name) if Path(name).suffix else EVAL / f"{name}.jsonl"
         if not file.is_file():
             bundled = ", ".join(sorted(path.stem for path in EVAL.glob("*.jsonl")))
-            raise ValueError(f"--tasks: there is no {name}; name a JSONL file, or one of {bundled}")
+            raise ValueError(f"--tasks: there is no {name}; name a file, or one of {bundled}")
+        if file.suffix not in (".jsonl", ".json"):
+            tasks.setdefault(file.stem, []).extend(prompts_of_file(file, "--tasks"))
+            continue
         for row in read_jsonl(file, "--tasks", row_fault):
             task, turns = parsed(row)
-            tasks.setdefault(task, []).append(turns)
+            tasks.setdefault(task or file.stem, []).append(turns)
     return tasks

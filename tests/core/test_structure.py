@@ -348,8 +348,6 @@ REFUSED = [
     (f"quantize.py --checkpoint {DEMO} --out {{odd}}", "exists; give --overwrite"),
     ("quantize.py --checkpoint nowhere --out {odd}/new", "no such directory: nowhere"),
     ("scripts/serve.py --checkpoint {odd}", "architecture PhiForCausalLM is not supported"),
-    ("scripts/compare.py --checkpoint {odd} --prompts data/eval/demo.jsonl",
-     "architecture PhiForCausalLM is not supported"),
     ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
      "architecture PhiForCausalLM is not supported"),
     (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),

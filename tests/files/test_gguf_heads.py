@@ -36,11 +36,11 @@ from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.resolved import resolve_draft
-from scripts import compare, export_head, train_head
+from scripts import export_head, train_head
 from scripts.bench.cases import SpeedOptions
 from scripts.bench.contestants import TokenClock, eagle3_file
 from scripts.bench.llama_peer import Eagle3, LlamaCpp, decode, write_gguf
-from scripts.bench.methods import OF_KIND, Setting, methods_of_file
+from scripts.bench.methods import Setting, methods_of, methods_of_file, of_kind
 from tiny_models import refused
 from tiny_models import write as write_file
 
@@ -260,16 +260,16 @@ def test_the_format_of_a_file(files, monkeypatch):
 
 
 def test_programs_that_take_any_head(files, tmp_path):
-    """--methods all of measure.py, and compare.py, tell a head's file from a model's."""
+    """--methods all of measure.py tells a head's file from a model's."""
     setting = Setting("none", 0.0, 1)
     head = files()
-    methods = [f"eagle:{tree}:head={head}" for tree in OF_KIND["eagle"]]
-    assert methods_of_file(head, setting) == methods
+    methods = of_kind("eagle", f"head={head}")
+    assert methods_of_file(head, setting) == methods and f"eagle:auto:head={head}" in methods
     model = tmp_path / "model.gguf"
     write_gguf(TARGET, model, "q8_0")
     assert all("draft_checkpoint=" in m for m in methods_of_file(model, setting))
-    config = compare.CompareConfig(checkpoint=DEMO, heads=str(head))
-    assert f"eagle:auto:head={head}" in config.bench("demo").methods
+    config = SpeedOptions(checkpoint=DEMO, methods="all", heads=str(head))
+    assert methods_of(config, setting)[-len(methods) :] == methods
 
 
 def test_an_embedding_of_its_own(files, tmp_path):

@@ -29,7 +29,9 @@ from run import quantize as run_quantize
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.start import read_command, with_text
-from scripts import compare
+from scripts.bench.cases import SpeedOptions
+from scripts.bench.methods import Setting, methods_of
+from scripts.bench.speed import with_names_fetched
 
 NOWHERE = "http://127.0.0.1:9"  # where nobody listens
 
@@ -325,22 +327,21 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     assert with_files(replace(asked, head="tiny/demo-head")).head == engine.config.head
 
 
-def test_compare_and_quantize_take_names(server, table, tmp_path, capsys):
+def test_speed_and_quantize_take_names(server, table, tmp_path, capsys):
     """The model and its published head, or the heads that are named, as files."""
     table.write_text(TABLE.replace("tiny/away", "tiny/demo-head"))
     server.repos["official/Demo-1M"] = files_of(DEMO)
     server.repos["tiny/demo-head"] = files_of(f"{DEMO}-eagle")
-    (tmp_path / "prompt.txt").write_text("def f():")
-    argv = ["--checkpoint", "official/Demo-1M", "--prompts", str(tmp_path / "prompt.txt")]
-    config = compare.read_command(argv)
-    assert config.heads == str(fetched("tiny/demo-head"))
+    given = SpeedOptions(checkpoint="official/Demo-1M", methods="all")
+    config = with_names_fetched(given)
+    assert config.head == str(fetched("tiny/demo-head"))
     assert config.checkpoint == str(fetched("official/Demo-1M"))
-    named = compare.read_command([*argv, "--heads", f"tiny/demo-head,{DEMO}-eagle"])
-    assert named.heads == f"{config.heads},{DEMO}-eagle"
-    bench = named.bench(str(tmp_path / "prompt.txt"))
-    assert f"eagle:dynamic:head={config.heads}" in bench.methods
+    several = replace(given, heads=f"tiny/demo-head,{DEMO}-eagle")
+    methods = methods_of(several, Setting("none", 0.0, 1))
+    for head in (config.head, f"{DEMO}-eagle"):
+        assert f"eagle:dynamic:head={head}" in methods
     rounded = run_quantize.read_command(["tiny/demo-head", "--out", str(tmp_path / "out")])
-    assert rounded.checkpoint == config.heads
+    assert rounded.checkpoint == config.head
 
 
 def test_heads_are_listed_by_a_models_name(table):
