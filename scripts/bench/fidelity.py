@@ -16,10 +16,10 @@ Not here: the change of tau (speed.py, as `--methods eagle:dynamic:quant_draft=i
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,22 +36,19 @@ from run.generate import generate
 from run.load import load
 from run.options import ROOT, GenerateConfig
 from scripts.bench.cases import FidelityOptions, shown_path
-from scripts.bench.common import Report, markdown
+from scripts.bench.common import Report, pivot
 from scripts.bench.llama_peer import LlamaCpp
 
 TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
 QUESTIONS = ROOT / "data/eval/questions.jsonl"
 ANSWER_TOKENS = 40
-
-
-class Found(NamedTuple):
-    """How close logits lie to the reference, over all positions."""
-
-    rms: float
-    best: float  # share of positions with the same best token
-    kl: float  # nats
-    ppl: float
+SHOWN = {  # against the weights in fp32
+    "rms": "{rms:.3f}",
+    "best token equal": "{best:.1%}",
+    "KL": "{kl:.5f}",
+    "perplexity": "{ppl:.3f}",
+}
 
 
 def read_prompts(tokenizer: Tokenizer, each: int, text: str) -> list[list[int]]:
@@ -99,8 +96,8 @@ def llama_logits(file: Path, prompts: list[list[int]], kv: str = "") -> list[Ten
 
 def compare_logits(
     reference: list[Tensor], logits: list[Tensor], prompts: list[list[int]]
-) -> Found:
-    """Compare logits with the reference's, [T, V] of every prompt."""
+) -> dict[str, float]:
+    """Compare logits with the reference's, [T, V] of every prompt, over all positions."""
     squares = best = divergence = loss = 0.0
     positions = sum(map(len, prompts))
     for want, got, prompt in zip(reference, logits, prompts):
@@ -111,8 +108,12 @@ def compare_logits(
         divergence += (p.exp() * (p - q)).sum().item()
         best += (p.argmax(-1) == q.argmax(-1)).sum().item()
         loss -= q[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).sum().item()
-    ppl = torch.tensor(loss / (positions - len(prompts))).exp().item()
-    return Found((squares / positions) ** 0.5, best / positions, divergence / positions, ppl)
+    return {
+        "rms": math.sqrt(squares / positions),
+        "best": best / positions,
+        "kl": divergence / positions,
+        "ppl": math.exp(loss / (positions - len(prompts))),
+    }
 
 
 # ------------------------------------------------------------------------------------------ formats
@@ -146,7 +147,7 @@ def fidelity(path: Path, config: FidelityOptions) -> list[dict]:
     rows_to_load = list(formats(path, config.also))
     model = load_model(path, torch.float32)
     reference = logits_of(model, prompts, torch.float32)
-    rows: dict[str, Found] = {}
+    rows = {}
     del model
     for name, options in tqdm(rows_to_load, unit="format"):
         engine = load(draft="none", device="cpu", **options)
@@ -158,7 +159,7 @@ def fidelity(path: Path, config: FidelityOptions) -> list[dict]:
                 rows[name] = compare_logits(reference, llama_logits(path, prompts, kv), prompts)
         except ImportError:
             print("note: llama-cpp-python is not installed; no row of llama.cpp")
-    return [{"row": name} | row._asdict() for name, row in rows.items()]
+    return [{"row": name} | row for name, row in rows.items()]
 
 
 # ---------------------------------------------------------------------------------------- questions
@@ -196,16 +197,10 @@ def run(config: FidelityOptions) -> None:
     report = Report(config.json, threads=config.threads, checkpoint=shown_path(str(path)))
     if config.questions:
         rows = questions(path, config.also)
-        lines = [[r["row"], f"{r['right']} of {r['of']}"] for r in rows]
-        print(markdown(("format", "right answers"), lines))
+        shown = {"right answers": "{right} of {of}"}
     else:
         rows = fidelity(path, config)
-        head = ("against the weights in fp32", "rms", "best token equal", "KL", "perplexity")
-        print(markdown(head, map(cells, rows)))
+        shown = SHOWN
+    cells = {(r["row"], what): form.format(**r) for r in rows for what, form in shown.items()}
+    print(pivot("format", cells))
     report.add(*rows)
-
-
-def cells(r: dict) -> list[str]:
-    """Return the cells of a format."""
-    numbers = [f"{r['rms']:.3f}", f"{100 * r['best']:.1f} %", f"{r['kl']:.5f}", f"{r['ppl']:.3f}"]
-    return [r["row"], *numbers]

@@ -371,7 +371,7 @@ def recommended(config: SpeedOptions, rows: list[dict]) -> str:
         mine = [other for other in rows if other["method"] == row["method"]]
         return sum(x["tokens"] for x in mine) / max(sum(x["decode_s"] for x in mine), 1e-9)
 
-    best = max(rows, key=rate)
+    best = max((row for row in rows if not is_peer(row["method"])), key=rate)
     setting = Setting(*(best[key] for key in Setting._fields))
     return f"recommended, {best['method']}:\n    {command(best['method'], setting, config)}"
 

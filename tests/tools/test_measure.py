@@ -491,8 +491,8 @@ def test_equal_logits_a_perplexity_by_hand_and_right_answers():
     logits = torch.randn(5, 7)
     found = fidelity.compare_logits([logits], [logits + 3.0], [[0, 1, 2, 3, 4]])
     loss = -sum(logits[i].log_softmax(-1)[i + 1] for i in range(4)) / 4
-    assert found.rms == pytest.approx(0, abs=1e-6) and found.kl == pytest.approx(0, abs=1e-6)
-    assert found.best == 1 and found.ppl == pytest.approx(float(loss.exp()))
+    assert found["rms"] == pytest.approx(0, abs=1e-6) and found["kl"] == pytest.approx(0, abs=1e-6)
+    assert found["best"] == 1 and found["ppl"] == pytest.approx(float(loss.exp()))
     assert fidelity.is_right("It is PARIS, of course.", ["paris"])
     assert not fidelity.is_right("comparison", ["paris"]) and not fidelity.is_right("12", ["1"])
 
