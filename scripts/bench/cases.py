@@ -86,16 +86,6 @@ def check_among(flag: str, text: str, known: tuple[str, ...]) -> None:
         require(name in known, f"{flag} must be among {', '.join(known)}; {name!r} is not")
 
 
-def numbers(default: str, help: str) -> Any:
-    """Make an option that is a list of numbers."""
-    return option(default, help, numbers=True)
-
-
-def names(default: str, help: str, among: tuple[str, ...]) -> Any:
-    """Make an option that is a list of some of these names."""
-    return option(default, help, among=among)
-
-
 @dataclass(frozen=True)
 class Options:
     """Options of a case."""
@@ -143,8 +133,8 @@ class SpeedOptions(Timed):
     methods: str = option("none,eagle:auto", "who decodes, and how; see above")
     heads: str = option("", "heads, draft models and datastores, or folders, for --methods all")
     temperatures: str = option("0", "0 is greedy")
-    batch_sizes: str = numbers("1", "sequences decoded together")
-    quant: str = names("none", "weight formats of our target, each loaded in turn", QUANTS)
+    batch_sizes: str = option("1", "sequences decoded together", numbers=True)
+    quant: str = option("none", "weight formats of our target, each loaded in turn", among=QUANTS)
     options: str = option(
         "", "further options of generate.py for our methods, as top_p=0.9,ignore_eos"
     )
@@ -235,9 +225,9 @@ class PassesOptions(Timed):
     )
     dtype: str = option("", "default: the checkpoint's", DTYPES)
     quant: str = option("none", "round the weights while loading", QUANTS)
-    rows: str = numbers("1,2,4,8,16,32,64", "numbers of tokens, separated by commas")
-    units: str = names(
-        "none", "units of AMX tiles, as none,hardware; the first is compared with", UNITS
+    rows: str = option("1,2,4,8,16,32,64", "numbers of tokens, separated by commas", numbers=True)
+    units: str = option(
+        "none", "units of AMX tiles, as none,hardware; the first is compared with", among=UNITS
     )
     kv: str = option("", "time passes over a cache in this format, too", ("int8",))
     cached: int = option(128, "tokens in the cache", least=1)
@@ -260,10 +250,10 @@ class LinearOptions(Timed):
     shapes: str = option(
         "5632x2048,2048x5632,11008x4096,4096x11008", "outputs x inputs, separated by commas"
     )
-    rows: str = numbers("1,2,4,8,16,26,32,48,64", "rows of the input")
-    kinds: str = names(",".join(USUAL), f"contestants, among {', '.join(KINDS)}", KINDS)
-    units: str = names(
-        "", "units of AMX tiles to compare, as none,hardware; default: the one in use", UNITS
+    rows: str = option("1,2,4,8,16,26,32,48,64", "rows of the input", numbers=True)
+    kinds: str = option(",".join(USUAL), f"contestants, among {', '.join(KINDS)}", among=KINDS)
+    units: str = option(
+        "", "units of AMX tiles to compare, as none,hardware; default: the one in use", among=UNITS
     )
 
     def check(self) -> None:
@@ -322,8 +312,10 @@ class KernelsOptions(Options):
     """On CUDA, matmuls or attention of a 7B beside torch's: microseconds, and right or wrong."""
 
     format: str = option("int4", "weights of a matmul; or attention", KERNELS)
-    rows: str = numbers("1,8,16,32,64", "rows of activations, or of trees, ascending")
-    lengths: str = numbers("128,200,512,2048", "slots that attention reads in front of its rows")
+    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending", numbers=True)
+    lengths: str = option(
+        "128,200,512,2048", "slots that attention reads in front of its rows", numbers=True
+    )
     json: str = option("", "append the rows to this file")
 
 
