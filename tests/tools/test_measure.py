@@ -786,6 +786,8 @@ def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, argv, message):
         flags = ["--tasks", str(tmp_path / "tasks.jsonl")]
     if "short" in argv:
         (tmp_path / "empty/short.txt").write_text("x")
+    if "a:b" in argv:
+        (tmp_path / "empty/a:b").symlink_to(f"{DEMO}-eagle")
     if what in ("speed", "fidelity"):
         flags += ["--checkpoint", "DEMO"]
     names = {"EMPTY": str(tmp_path / "empty"), "GOLDEN": str(GOLDEN / "models/target_llama_mha")}
