@@ -69,9 +69,8 @@ def hub_model(name: str, is_head: bool) -> HubModel:
     repo = parts["repo"]
     listing = listed(repo)
     files = chosen(repo, list(listing.files), parts["kind"] or "")
-    if _has(repo, files, listing.commit):
-        folder = fetch(repo, files, listing.commit, cached=True)
-    else:
+    folder = _cached(repo, files, listing.commit)
+    if folder is None:
         if not is_head and "config.json" in files:
             check_architecture(fetch(repo, ["config.json"]))
         size_gb = sum(listing.files[file] or 0 for file in files) / 1e9
@@ -143,7 +142,7 @@ def _ends_with(stem: str, quantization: str) -> bool:
 # ---------------------------------------------------------------------------------- the hub
 
 
-def listed(repo: str, revision: str = "main") -> Listing:
+def listed(repo: str) -> Listing:
     """List a repository's files: the hub's, or those in the cache where it cannot be reached.
 
     Raises: ValueError for a repository that the hub does not know, or the cache without the hub.
@@ -152,7 +151,7 @@ def listed(repo: str, revision: str = "main") -> Listing:
     from huggingface_hub.utils import HFValidationError, RepositoryNotFoundError
 
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=10)
+        info = HfApi().model_info(repo, revision="main", files_metadata=True, timeout=10)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise refusal(repo, error) from None
     except Exception as error:  # the package's transport, and so its errors, differ by version
@@ -196,24 +195,19 @@ def refusal(repo: str, error: Exception) -> ValueError:
     )
 
 
-def _has(repo: str, files: list[str], commit: str) -> bool:
-    """Return whether the cache has all files of a commit."""
+def _cached(repo: str, files: list[str], commit: str) -> Path | None:
+    """Return the folder of a commit in the cache; None: it lacks some of the files."""
     from huggingface_hub import try_to_load_from_cache
 
     places = [try_to_load_from_cache(repo, file, revision=commit) for file in files]
-    return all(isinstance(place, str) for place in places)
+    if not all(isinstance(place, str) for place in places):
+        return None
+    return Path(places[0].removesuffix(files[0]))
 
 
-def fetch(
-    repo: str,
-    files: list[str],
-    revision: str = "main",
-    out: Path | None = None,
-    cached: bool = False,
-) -> Path:
-    """Download files, with progress on a terminal; those that are there stay.
+def fetch(repo: str, files: list[str]) -> Path:
+    """Download files into the cache, with progress on a terminal; those that are there stay.
 
-    out: a directory instead of the cache; cached: they are there
     Returns: their folder. Raises: ValueError where that fails.
     """
     from huggingface_hub import snapshot_download
@@ -221,15 +215,7 @@ def fetch(
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    patterns = list(map(escape, files))
     try:
-        folder = snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=patterns,
-            local_dir=out,
-            local_files_only=cached,
-        )
+        return Path(snapshot_download(repo, allow_patterns=list(map(escape, files))))
     except Exception as error:  # the package's transport, and so its errors, differ by version
         raise refusal(repo, error) from None
-    return out or Path(folder)

