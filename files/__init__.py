@@ -23,7 +23,7 @@ ADDS = {
         "gguf tokenizer": "files.gguf_tokenizer",
         "head beside": "files.known_heads:head_beside",
         "hub": "files.hub:hub_model",
-        "jinja": "files.jinja:make_template",
+        "jinja": "files.jinja:Template",
         "moments": "files.calibrate:moments_of",
         "mtp": "files.mtp",
         "ollama": "files.ollama:ollama_model",

@@ -1,42 +1,183 @@
 """Chat templates: the text before, between and after the turns of a conversation.
 
-`chat_template` returns one of two kinds, with one interface:
+A template is a Jinja program (files/jinja.py). By default it is the checkpoint's own, which writes
+BOS itself. `--chat NAME` takes one of `FIXED`: for checkpoints without a template, and to repeat
+the official EAGLE's runs (sources: its evaluation scripts, FastChat's conversation templates).
 
-1. `JinjaTemplate` (files/jinja.py), the default: the checkpoint's own, a Jinja program, rendered
-   as `transformers` does it. It writes BOS itself. `stop_ids` renders a probe, so that a template
-   that fails is refused before decoding.
-2. `FixedTemplate`, for `--chat NAME`: fixed strings, for checkpoints without a template, and to
-   repeat the official EAGLE's runs (sources: its evaluation scripts, and FastChat's conversation
-   templates). None is a default.
-
-`read_text_files` reads the tokenizer with it. `--system TEXT` takes the place of a template's own
-system message. An empty text leaves it out of a fixed template; the checkpoint's own gets an empty
-message.
+`chat_template` makes one; `stop_ids` renders a probe, so that a template that fails is refused
+before decoding. `read_text_files` reads the tokenizer with it. `--system TEXT` takes the place of a
+template's own system message. An empty text leaves it out of a fixed template; the checkpoint's own
+gets an empty message.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from files.io import LocalError, has_colours, is_gguf, read_text
-from files.thinking import Tags, Thinking
+from files.thinking import Tags, Thinking, closed, opened_by, without_messages
 from files.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import load_part
 
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
+END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
 
 
+# ----------------------------------------------------------------------------------------- fixed
+
+# LLaMA-2's default; the two spaces after "safe." are Meta's
+SYSTEM = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
+    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, "
+    "toxic, dangerous, or illegal content. Please ensure that your responses are socially unbiased "
+    "and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of "
+    "answering something not correct. If you don't know the answer to a question, please don't "
+    "share false information."
+)
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+
+class Fixed(NamedTuple):
+    """A template of `--chat NAME`."""
+
+    program: str  # Jinja
+    system: str | None = None  # the system message by default
+
+
+# before each program
+ORDER = r"""
+{%- for m in messages if m.role != 'system' %}
+    {%- if m.role != ['user', 'assistant'][loop.index0 % 2] or loop.last and m.role != 'user' %}
+        {{- raise_exception('messages must go user, assistant, ..., user') }}
+    {%- endif %}
+{%- endfor %}"""
+# its text begins with BOS; `encode` adds it to the others. LLaMA-3.1's own has two more lines, with
+# dates, before the system message
+LLAMA3 = r"""
+{{- '<|begin_of_text|>' }}
+{%- for m in messages if m.content or m.role != 'system' %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+    {{- m.content if m.role == 'system' else m.content | trim }}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"""
+LLAMA2 = r"""
+{{- '[INST] ' }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ m.content + ' [/INST] ' }}
+    {%- elif m.role == 'assistant' %}{{ m.content | trim + ' </s><s>[INST] ' }}
+    {%- elif m.content %}{{ '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' }}
+    {%- endif %}
+{%- endfor %}"""
+# Mixtral uses it too
+MISTRAL = r"""
+{{- '[INST] ' }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ m.content + ' [/INST]' }}
+    {%- elif m.role == 'assistant' %}{{ ' ' + m.content | trim + '</s>[INST] ' }}
+    {%- else %}{{ raise_exception('there is no place for one') }}
+    {%- endif %}
+{%- endfor %}"""
+VICUNA = r"""
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ 'USER: ' + m.content + ' ASSISTANT:' }}
+    {%- elif m.role == 'assistant' %}{{ ' ' + m.content | trim + '</s>' }}
+    {%- elif m.content %}{{ m.content + ' ' }}
+    {%- endif %}
+{%- endfor %}"""
+FIXED = {
+    "llama3": Fixed(LLAMA3, SYSTEM),
+    "llama2": Fixed(LLAMA2, SYSTEM),
+    "mistral": Fixed(MISTRAL),
+    "vicuna": Fixed(VICUNA, VICUNA_SYSTEM),
+}
+CONTROL = re.compile(r"</?s>|<\|\w+\|>")  # the control tokens in these texts
+
+
+def lacking(name: str, tokenizer: Tokenizer) -> str:
+    """Return a control token of a fixed template that a tokenizer lacks; "": it has all."""
+    tokens = CONTROL.findall(FIXED[name].program)
+    return next((token for token in tokens if tokenizer.id_of(token) is None), "")
+
+
+# -------------------------------------------------------------------------------------- rendering
+
+
+def refusal(template: str, reason: Any) -> LocalError:
+    """Return the error about a template that cannot be used, one line. template: its title"""
+    return LocalError(
+        f"{template} {reason}; "
+        f"use --chat NAME with one of {', '.join(FIXED)}, or {NO_TEMPLATE} for no chat",
+        f"the model's chat template {reason}",
+    )
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
-    """Renders conversations. Subclasses give `render` and `turn_ends`."""
+    """Renders conversations."""
 
-    bos = True  # begin with BOS where the text does not
-    reply: str  # the text before an earlier answer
-    title: str  # for messages
-    thinks: Tags | None = None  # of the thinking that a prompt opens
+    path: Path  # the checkpoint, for messages
+    name: str  # of `FIXED`; "": the checkpoint's own
+    program: Any  # a `files.jinja.Template`
+    # for conversations with tools, where the checkpoint has another one for them
+    program_of_tools: Any | None
+    special: dict[str, str]  # bos_token and the like -> their texts
+    system: str | None = None  # None: as the program has it
+    closes: bool = False  # the thinking that it opens: an answer that begins with a schema has none
+
+    @property
+    def bos(self) -> bool:
+        """Return whether a text begins with BOS where the program has written none."""
+        return self.name != ""
+
+    @property
+    def title(self) -> str:
+        """The template's name in messages."""
+        return f"the chat template {self.name}" if self.name else "the model's chat template"
+
+    @property
+    def of_file(self) -> str:
+        """The same for a person at this machine."""
+        return self.title if self.name else f"{self.path}: its chat template"
+
+    @cached_property
+    def reply(self) -> str:
+        """The text between the prompt for an answer and that answer, once it is an earlier one.
+
+        A rendered probe shows it.
+        """
+        question, answer, another = PROBE
+        prompt = self.render([question], [])
+        conversation = self.render([question, another], [answer])
+        before = conversation.partition(answer)[0]
+        if not before.startswith(prompt):
+            return ""
+        return before.removeprefix(prompt)
+
+    @cached_property
+    def thinks(self) -> Tags | None:
+        """The tags of the thinking that a prompt opens, by a rendered probe."""
+        return opened_by(self.render([PROBE[0]], []))
+
+    def render(self, turns: list[str], answers: list[str]) -> str:
+        """Return the text of the prompt for the next answer. answers: one fewer than turns
+
+        Raises: as `render_messages`.
+        """
+        messages = [{"role": "user", "content": turn} for turn in turns]
+        for number, answer in enumerate(answers):
+            said = without_messages(answer)
+            messages.insert(2 * number + 1, {"role": "assistant", "content": said})
+        return self.render_messages(messages)
 
     def render_messages(
         self,
@@ -48,24 +189,37 @@ class ChatTemplate:
 
         messages, tools: as `transformers` takes them, without a system message at the beginning
         variables: further ones of the template, as enable_thinking
-        Raises: ValueError for a conversation that the template has no place for.
+        Raises: ValueError when the template fails; it says whether --system is the cause.
         """
-        raise NotImplementedError
+        said = messages
+        if self.system is not None:
+            said = [{"role": "system", "content": self.system}, *messages]
+        program = self.program
+        if tools and self.program_of_tools:
+            program = self.program_of_tools
+        try:
+            text = program.render(
+                messages=said,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
+                **self.special | (variables or {}),
+            )
+            return closed(text) if self.closes else text
+        except ValueError as error:
+            if self.system is not None and self._renders_without_system(messages, tools):
+                fault = f"takes no system message ({error})"
+                raise LocalError(
+                    f"{self.of_file} {fault}; drop --system", f"{self.title} {fault}; leave it out"
+                ) from None
+            raise refusal(self.of_file, error) from None
 
-    def render(self, turns: list[str], answers: list[str]) -> str:
-        """Return the text of the prompt for the next answer. answers: one fewer than turns"""
-        raise NotImplementedError
-
-    def with_system(self, text: str) -> ChatTemplate:
-        """Return the template with another system message.
-
-        Raises: ValueError when it has no place for one.
-        """
-        raise NotImplementedError
-
-    def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids that end an answer besides EOS."""
-        raise NotImplementedError
+    def _renders_without_system(self, messages: list[dict], tools: list[dict] | None) -> bool:
+        try:
+            replace(self, system=None).render_messages(messages, tools)
+        except ValueError:
+            return False
+        return True
 
     def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
         """Return the token ids of the prompt for the answer to messages.
@@ -81,7 +235,7 @@ class ChatTemplate:
         template = self
         messages = words_as_text(tokenizer, messages)
         if messages[0]["role"] == "system":
-            template = self.with_system(messages[0]["content"])
+            template = replace(self, system=messages[0]["content"])
             messages = messages[1:]
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages end with one of the user, which is answered")
@@ -94,11 +248,30 @@ class ChatTemplate:
         return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids that end an answer.
+        """Return the ids that end an answer: EOS, and the token behind it in a rendered probe.
 
-        Raises: ValueError when the template cannot work with this tokenizer.
+        Raises: ValueError when the template cannot work with this tokenizer, fails, or leaves out
+        the system message.
         """
-        return tuple(dict.fromkeys((*tokenizer.eos_ids, *self.turn_ends(tokenizer))))
+        token = lacking(self.name, tokenizer) if self.name else ""
+        if token:
+            others = [name for name in FIXED if not lacking(name, tokenizer)]
+            raise ValueError(
+                f"{self.title} needs the control token {token}, which this tokenizer lacks; leave "
+                "--chat out for the model's own template, or use --chat "
+                f"{' or '.join((*others, NO_TEMPLATE))}"
+            )
+        question, answer, another = PROBE
+        probe = ([question, another], [answer])
+        text = self.render(*probe)
+        # compared with another message, not with none: this one may be the template's own default
+        other = replace(self, system=f"{question} {self.system}")
+        if (self.system or "").strip() and text == other.render(*probe):
+            raise ValueError(f"{self.of_file} leaves out the system message; drop --system")
+        ends: tuple[int, ...] = ()
+        if tokenizer.id_of(END_OF_ANSWER) is None:  # else it ends each message of an answer
+            ends = tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
+        return tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
 
 
 def words_as_text(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
@@ -114,16 +287,7 @@ def words_as_text(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
     ]
 
 
-# ---------------------------------------------------------------------------- a checkpoint's own
-
-
-def refusal(path: Path, reason: Any) -> LocalError:
-    """Return the error about a template that cannot be used, one line."""
-    return LocalError(
-        f"{path}: its chat template {reason}; "
-        f"use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}, or {NO_TEMPLATE} for no chat",
-        f"the model's chat template {reason}",
-    )
+# ---------------------------------------------------------------------------------------- reading
 
 
 def template_text(path: Path, name: str = "default") -> str | None:
@@ -142,7 +306,7 @@ def template_text(path: Path, name: str = "default") -> str | None:
         if wanted.is_file():
             return read_text(wanted)
     except ValueError as error:
-        raise refusal(path, f"cannot be read ({error})") from None
+        raise refusal(f"{path}: its chat template", f"cannot be read ({error})") from None
     if not only and (jinja.is_file() or more.is_dir()):
         return None  # the files are all there is, as in transformers
     template = optional_json(path / "tokenizer_config.json").get("chat_template")
@@ -154,164 +318,11 @@ def template_text(path: Path, name: str = "default") -> str | None:
     elif not only:
         template = None
     if template is not None and not isinstance(template, str):
-        raise refusal(path, "is neither a text nor a list of named ones with a default")
-    return template
-
-
-def jinja_template(path: Path, tokenizer: Tokenizer, system: str | None) -> ChatTemplate:
-    """Return the checkpoint's own template.
-
-    Raises: ValueError when it has none, or one that fails.
-    """
-    text = template_text(path)
-    if text is None:
-        raise ValueError(
-            f"{path} has no chat template; use --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+        raise refusal(
+            f"{path}: its chat template",
+            "is neither a text nor a list of named ones with a default",
         )
-    of_tools = template_text(path, "tool_use")
-    make = load_part("reader", "jinja")  # it needs jinja2, which other checkpoints do without
-    return make(path, text, of_tools, tokenizer.special, system)
-
-
-# ----------------------------------------------------------------------------------------- fixed
-
-
-@dataclass(frozen=True)
-class FixedTemplate(ChatTemplate):
-    """The text around the turns of a conversation."""
-
-    name: str
-    ask: str  # after every turn
-    next: str  # between an earlier answer and the turn after it
-    start: str = ""  # before everything
-    slot: str = ""  # around the system message; "" where the template has no place for one
-    system: str = ""  # the system message; "" for none
-    turn: str = ""  # before the first turn
-    reply: str = ""  # before an earlier answer
-    stops: tuple[str, ...] = ()  # tokens that end an answer besides EOS
-    # drop white space around a turn; around an answer it is always dropped
-    trim_turns: bool = False
-
-    @property
-    def title(self) -> str:
-        """The template's name in messages."""
-        return f"the chat template {self.name}"
-
-    def render_messages(
-        self,
-        messages: list[dict],
-        tools: list[dict] | None = None,
-        variables: dict | None = None,
-    ) -> str:
-        """Render, as the base class."""
-        if tools:
-            raise ValueError(f"{self.title} knows no tools; leave them out")
-        if variables:
-            raise ValueError(f"{self.title} knows no {', '.join(variables)}; leave that out")
-        roles = [message["role"] for message in messages]
-        expected = [("user", "assistant")[i % 2] for i in range(len(roles))]
-        if len(roles) % 2 == 0 or roles != expected:
-            order = "messages must go user, assistant, ..., user behind a system message"
-            raise ValueError(f"{order}; they go {str(roles)[:100]}")
-        texts = [message["content"] for message in messages]
-        return self.render(texts[0::2], texts[1::2])
-
-    def render(self, turns: list[str], answers: list[str]) -> str:
-        """Render, as the base class."""
-        if self.trim_turns:
-            turns = [turn.strip() for turn in turns]
-        past = ""
-        for turn, answer in zip(turns[:-1], answers, strict=True):
-            past += turn + self.ask + self.reply + answer.strip() + self.next
-        opening = ""
-        if self.system:
-            opening = self.slot.replace("{system}", self.system)
-        return self.start + opening + self.turn + past + turns[-1] + self.ask
-
-    def turn_ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids of `stops`, as the base class.
-
-        Raises: ValueError when the tokenizer lacks one of the template's tokens.
-        """
-        lacking = self.lacking(tokenizer)
-        if lacking:
-            others = [each.name for each in CHAT_TEMPLATES.values() if not each.lacking(tokenizer)]
-            raise ValueError(
-                f"the chat template {self.name} needs the control token {lacking}, which this "
-                "tokenizer lacks; leave --chat out for the model's own template, or use --chat "
-                f"{' or '.join((*others, NO_TEMPLATE))}"
-            )
-        return tuple(map(tokenizer.id_of, self.stops))
-
-    def lacking(self, tokenizer: Tokenizer) -> str:
-        """Return a control token of the template that a tokenizer lacks; "": it has all."""
-        text = self.start + self.slot + self.turn + self.ask + self.reply + self.next
-        return next((each for each in CONTROL.findall(text) if tokenizer.id_of(each) is None), "")
-
-    def with_system(self, text: str) -> FixedTemplate:
-        """Return the template with another system message.
-
-        Raises: ValueError when it has no place for one.
-        """
-        if not self.slot:
-            fault = f"the chat template {self.name} has no place for a system message"
-            raise LocalError(f"{fault}; drop --system", f"{fault}; leave it out")
-        return replace(self, system=text)
-
-
-CONTROL = re.compile(r"</?s>|<\|\w+\|>")  # the control tokens in the templates' text
-# LLaMA-2's default; the two spaces after "safe." are Meta's
-SYSTEM = (
-    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, "
-    "while being safe.  Your answers should not include any harmful, unethical, racist, sexist, "
-    "toxic, dangerous, or illegal content. Please ensure that your responses are socially unbiased "
-    "and positive in nature.\n\n"
-    "If a question does not make any sense, or is not factually coherent, explain why instead of "
-    "answering something not correct. If you don't know the answer to a question, please don't "
-    "share false information."
-)
-VICUNA_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
-HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n".format
-# LLaMA-3's text begins with BOS; `encode` adds it to the others
-LLAMA3 = FixedTemplate(  # LLaMA-3.1's own has two more lines, with dates, before the system message
-    name="llama3",
-    start="<|begin_of_text|>",
-    slot=f"{HEADER('system')}{{system}}<|eot_id|>",
-    system=SYSTEM,
-    turn=HEADER("user"),
-    ask=f"<|eot_id|>{HEADER('assistant')}",
-    next=f"<|eot_id|>{HEADER('user')}",
-    stops=("<|eot_id|>",),
-    trim_turns=True,
-)
-LLAMA2 = FixedTemplate(
-    name="llama2",
-    start="[INST] ",
-    slot="<<SYS>>\n{system}\n<</SYS>>\n\n",
-    system=SYSTEM,
-    ask=" [/INST] ",
-    next=" </s><s>[INST] ",
-)
-MISTRAL = FixedTemplate(  # Mixtral uses it too
-    name="mistral",
-    start="[INST] ",
-    ask=" [/INST]",
-    reply=" ",
-    next="</s>[INST] ",
-)
-VICUNA = FixedTemplate(
-    name="vicuna",
-    slot="{system} ",
-    system=VICUNA_SYSTEM,
-    turn="USER: ",
-    ask=" ASSISTANT:",
-    reply=" ",
-    next="</s>USER: ",
-)
-CHAT_TEMPLATES = {template.name: template for template in (LLAMA3, LLAMA2, MISTRAL, VICUNA)}
+    return template
 
 
 def chat_template(
@@ -321,23 +332,34 @@ def chat_template(
     system: str | None = None,
     closes: bool = False,
 ) -> ChatTemplate:
-    """Choose the fixed chat template called `name`, or for "" the own one of the checkpoint.
+    """Make the fixed chat template called `name`, or for "" the checkpoint's own.
 
     path: the checkpoint
     system: the system message; None: the template's own
     closes: the thinking that it opens is closed, as every answer begins with a schema
-    Raises: ValueError for an unknown name, and when the template is missing, fails, or has no place
-    for `system`.
+    Raises: ValueError for an unknown name, and when the template is missing or broken.
     """
-    if not name:
-        return replace(jinja_template(path, tokenizer, system), closes=closes)
-    if name not in CHAT_TEMPLATES:
-        known = ", ".join((*CHAT_TEMPLATES, NO_TEMPLATE))
+    if name and name not in FIXED:
+        known = ", ".join((*FIXED, NO_TEMPLATE))
         raise ValueError(f"--chat must be one of {known}; got {name}")
-    template = CHAT_TEMPLATES[name]
-    if system is None:
-        return template
-    return template.with_system(system)
+    of_tools = None
+    if name:
+        text = ORDER + FIXED[name].program
+        system = FIXED[name].system if system is None else system
+    else:
+        text = template_text(path)
+        of_tools = template_text(path, "tool_use")
+    if text is None:
+        raise ValueError(
+            f"{path} has no chat template; use --chat NAME with one of {', '.join(FIXED)}"
+        )
+    compiled = load_part("reader", "jinja")  # jinja2, which other checkpoints do without
+    try:
+        program_of_tools = None if of_tools is None else compiled(of_tools)
+        program = compiled(text)
+    except ValueError as error:
+        raise refusal(f"{path}: its chat template", error) from None
+    return ChatTemplate(path, name, program, program_of_tools, tokenizer.special, system, closes)
 
 
 class OnTerminal:
@@ -390,7 +412,7 @@ def template_name(path: Path, config: Any) -> str | None:
     if config.system is not None:
         raise ValueError(
             f"--system belongs to a chat template, and {path} has none; "
-            f"add --chat NAME with one of {', '.join(CHAT_TEMPLATES)}"
+            f"add --chat NAME with one of {', '.join(FIXED)}"
         )
     return None
 

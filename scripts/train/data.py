@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from files.chat import CHAT_TEMPLATES, ChatTemplate
+from files.chat import FIXED, ChatTemplate
 from files.io import read_json, read_jsonl, replace_file, write_text
 from files.tokenizer import Tokenizer
 from model import DTYPES, Transformer
@@ -200,7 +200,7 @@ def load_data(
     require(
         template or not any(d.turns for d in kept + held),
         "--data: dialogues need a chat template; name one of "
-        f"{', '.join(CHAT_TEMPLATES)} with --chat",
+        f"{', '.join(FIXED)} with --chat",
     )
     bar = tqdm(kept, "tokenize", unit="dialogue", disable=None)
     examples = [Example.of(*marked_tokens(d, tokenizer, template)) for d in bar]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_tokenizer import CONTROLS, build_json, one_line, with_files, write
 
-from files.chat import CHAT_TEMPLATES, chat_template
+from files.chat import chat_template
 from files.jinja import Template
 from files.tokenizer import Tokenizer
 
@@ -208,7 +208,7 @@ def test_language_equals_transformers(text):
 def test_tokens_that_end_a_turn(checkpoint, name):
     path, (_, end) = checkpoint(name), CHECKPOINTS[name]
     tokenizer = Tokenizer.load(path)
-    assert own(path).turn_ends(tokenizer) == (tokenizer.id_of(end),)
+    assert own(path).stop_ids(tokenizer) == (tokenizer.id_of(end),)
     write(path, "tokenizer_config.json", {**CHECKPOINTS[name][0], "eos_token": "<|end_of_text|>"})
     base = Tokenizer.load(path)  # as LLaMA-3-Instruct's first files had it
     write(path, "tokenizer_config.json", CHECKPOINTS[name][0])
@@ -409,72 +409,65 @@ LLAMA3_SECOND = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("llama2", LLAMA2, LLAMA2 + "a1 </s><s>[INST] q2 [/INST] "),
-        ("vicuna", VICUNA, VICUNA + " a1</s>USER: q2 ASSISTANT:"),
-        ("llama3", LLAMA3, LLAMA3 + LLAMA3_SECOND),
-        ("mistral", "[INST] q1 [/INST]", "[INST] q1 [/INST] a1</s>[INST] q2 [/INST]"),
-    ],
-)
-def test_rendered_text(name, first, second):
-    template = CHAT_TEMPLATES[name]
+# template -> the prompts of one turn and of two
+RENDERED = {
+    "llama2": (LLAMA2, LLAMA2 + "a1 </s><s>[INST] q2 [/INST] "),
+    "vicuna": (VICUNA, VICUNA + " a1</s>USER: q2 ASSISTANT:"),
+    "llama3": (LLAMA3, LLAMA3 + LLAMA3_SECOND),
+    "mistral": ("[INST] q1 [/INST]", "[INST] q1 [/INST] a1</s>[INST] q2 [/INST]"),
+}
+LLAMA3_SYSTEM = f"<|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>"
+# template, system message -> the prompt of one turn
+OF_SYSTEM = {
+    ("llama2", "Be brief."): "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nq1 [/INST] ",
+    ("llama2", ""): "[INST] q1 [/INST] ",
+    ("vicuna", "Be {brief}."): "Be {brief}. USER: q1 ASSISTANT:",
+    ("vicuna", ""): "USER: q1 ASSISTANT:",
+    ("llama3", ""): LLAMA3.replace(LLAMA3_SYSTEM, ""),
+}
+
+
+def fixed(path, name, system=None):
+    return chat_template(path, Tokenizer.load(path), name, system)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_text_and_ids_of_fixed_templates(sp_dir, json_dir, name):
+    path = json_dir if name == "llama3" else sp_dir
+    tokenizer, template = Tokenizer.load(path), fixed(path, name)
+    first, second = RENDERED[name]
     assert template.render(["q1"], []) == first
     assert template.render(["q1", "q2"], ["a1"]) == second
     assert template.render(["q1", "q2"], ["\n a1 "]) == second  # answers are stripped
-    with pytest.raises(ValueError):
-        template.render(["q1", "q2"], [])
+    ids = template.encode(tokenizer, ["q1", "q2"], ["a1"])
+    texts = tokenizer.encode(second, bos=False, special=True)
+    assert ids == texts if name == "llama3" else ids == [tokenizer.bos_id, *texts]
+    assert ids.count(tokenizer.bos_id) == 1 + (name == "llama2"), "one of every dialogue"
+    for turns, answers in ((["q1", "q2"], []), (["q1"], ["a1"])):
+        with pytest.raises(ValueError, match=f"chat template {name} raises: messages must go user"):
+            template.render(turns, answers)
 
 
-def test_system_message_of_fixed_templates(sp_dir, json_dir):
-    sp, json = Tokenizer.load(sp_dir), Tokenizer.load(json_dir)
-    assert (
-        chat_template(sp_dir, sp, "llama2", "Be brief.").render(["q"], [])
-        == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nq [/INST] "
-    )
-    assert chat_template(sp_dir, sp, "llama2", "").render(["q"], []) == "[INST] q [/INST] "
-    assert (
-        chat_template(sp_dir, sp, "vicuna", "Be {brief}.").render(["q"], [])
-        == "Be {brief}. USER: q ASSISTANT:"
-    )
-    assert chat_template(sp_dir, sp, "vicuna", "").render(["q"], []) == "USER: q ASSISTANT:"
-    assert chat_template(json_dir, json, "llama3", "").render(["q"], []) == LLAMA3.replace(
-        "q1", "q"
-    ).replace(f"<|start_header_id|>system<|end_header_id|>\n\n{SYSTEM_MESSAGE}<|eot_id|>", "")
-    for system in ("Be brief.", ""):
-        with pytest.raises(
-            ValueError, match="mistral has no place for a system message; drop --system"
-        ) as caught:
-            chat_template(sp_dir, sp, "mistral", system)
-        one_line(caught)
+@pytest.mark.parametrize("name, system", OF_SYSTEM)
+def test_system_message_of_fixed_templates(sp_dir, json_dir, name, system):
+    path = json_dir if name == "llama3" else sp_dir
+    assert fixed(path, name, system).render(["q1"], []) == OF_SYSTEM[name, system]
 
 
-@pytest.mark.parametrize("name", ["llama2", "vicuna", "mistral"])
-def test_sentencepiece_chat_has_one_bos_per_dialogue(sp_dir, name):
-    tok, template = Tokenizer.load(sp_dir), CHAT_TEMPLATES[name]
-    ids = template.encode(tok, ["q1", "q2"], ["a1"])
-    assert ids[0] == tok.bos_id and ids[1] != tok.bos_id
-    assert ids[1:] == tok.encode(template.render(["q1", "q2"], ["a1"]), bos=False, special=True)
-    assert (ids.count(1), ids.count(2)) == ((2 if name == "llama2" else 1), 1)
-    assert template.stop_ids(tok) == tok.eos_ids == (2,)
+@pytest.mark.parametrize("system", ["Be brief.", ""])
+def test_a_fixed_template_without_a_place_for_a_system_message(sp_dir, system):
+    with pytest.raises(ValueError, match="template mistral takes no system.*; drop --system$") as e:
+        fixed(sp_dir, "mistral", system).stop_ids(Tokenizer.load(sp_dir))
+    one_line(e)
 
 
-def test_llama3_chat(json_dir, tmp_path):
-    tok = Tokenizer.load(
-        with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": CONTROLS[1]})
-    )
-    template = CHAT_TEMPLATES["llama3"]
-    ids = template.encode(tok, ["q1", "q2"], ["a1"])
-    assert ids[0] == tok.bos_id and ids.count(tok.bos_id) == 1
-    assert (
-        ids.count(tok.id_of("<|eot_id|>")) == 4 and ids.count(tok.id_of("<|start_header_id|>")) == 5
-    )
-    assert template.stop_ids(tok) == (tok.id_of("<|end_of_text|>"), tok.id_of("<|eot_id|>"))
-    eot = with_files(
-        json_dir, tmp_path, tokenizer_config__json={"eos_token": "<|eot_id|>"}
-    )  # LLaMA-3 Instruct
-    assert template.stop_ids(Tokenizer.load(eot)) == (tok.id_of("<|eot_id|>"),)
+def test_tokens_that_end_a_turn_of_a_fixed_template(sp_dir, json_dir, tmp_path):
+    for eos, ends in ((CONTROLS[1], (CONTROLS[1], "<|eot_id|>")), ("<|eot_id|>", ("<|eot_id|>",))):
+        path = with_files(json_dir, tmp_path, tokenizer_config__json={"eos_token": eos})
+        tokenizer = Tokenizer.load(path)
+        assert fixed(path, "llama3").stop_ids(tokenizer) == tuple(map(tokenizer.id_of, ends))
+    for name in ("llama2", "vicuna", "mistral"):
+        assert fixed(sp_dir, name).stop_ids(Tokenizer.load(sp_dir)) == (2,)
 
 
 def test_template_of_another_vocabulary(sp_dir, json_dir):
@@ -484,5 +477,5 @@ def test_template_of_another_vocabulary(sp_dir, json_dir):
         (json_dir, "llama2", "</s>", "llama3 or none"),
     ):
         with pytest.raises(ValueError, match="leave --chat out .*, or use --chat ") as caught:
-            CHAT_TEMPLATES[name].stop_ids(Tokenizer.load(path))
+            fixed(path, name).stop_ids(Tokenizer.load(path))
         assert token in one_line(caught) and one_line(caught).endswith(others)

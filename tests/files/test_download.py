@@ -23,7 +23,6 @@ from files.packaged import SMOLLM2, Packaged, fetch
 from run import generate
 from run.options import DEFAULT, ROOT
 
-
 CONTENT = bytes(range(256)) * 1000
 SUM = hashlib.sha256(CONTENT).hexdigest()
 FAKE = Packaged("Fake-1M", "gpt-eagle-fake==0.1", 1, "gpt_eagle_fake/fake.gguf", len(CONTENT), SUM)

@@ -23,9 +23,9 @@ from torch import Tensor
 from draft_tree import StaticTree
 from drafters import DraftVocab, RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
-from files.chat import CHAT_TEMPLATES
+from files.chat import chat_template
 from files.eagle_variants import head_names
-from files.jinja import JinjaTemplate, Template
+from files.jinja import Template
 from files.tokenizer import Tokenizer
 from files.weights import load_model
 from helpers import (
@@ -212,9 +212,10 @@ OWN = (
 @pytest.mark.parametrize("kind", ["fixed", "own"])
 def test_every_answers_span_is_marked_whatever_surrounds_it(kind, tmp_path):
     """Answers of a file begin with spaces or newlines; a template may keep them."""
-    tokenizer, template = Tokenizer.load(Path(DEMO)), CHAT_TEMPLATES["vicuna"]
+    tokenizer = Tokenizer.load(Path(DEMO))
+    template = chat_template(Path(DEMO), tokenizer, "vicuna", "")
     if kind == "own":
-        template = JinjaTemplate(Path(DEMO), Template(OWN), None, tokenizer.special)
+        template = replace(template, name="", program=Template(OWN), system=None)
     turns = ["What is 2 + 2?", "And 3 + 3?", "And 4 + 4?"]
     plain, spaced = ["four", "six\nor so", "eight"], [" four\n", "\n\nsix\nor so ", "\teight "]
     rows = [json.dumps({"turns": turns, "answers": answers}) for answers in (plain, spaced)]
