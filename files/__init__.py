@@ -30,7 +30,6 @@ ADDS = {
         "packaged": "files.packaged:fetch_default",
         "published head": "files.known_heads:published_head",
         "rounding": "files.rounding",
-        "stacks": "files.stacks:StackedFiles",
     },
     "folder": {"lock": "files.lock:folder_lock"},
     "rope": {"yarn": "files.ropes:yarn", "proportional": "files.ropes:proportional"},

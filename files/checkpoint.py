@@ -13,7 +13,8 @@ names (files/weights.py); rounding (quantize.py); writing a directory
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ TEXT_PART = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-# a tensor of the experts of a layer (files/stacks.py)
-STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks|_scales|)")
+# routers, and the confidence of a draft: they are small, and decide
+SMALL = (".gate.weight", ".router.weight", ".router.proj.weight", "confidence_head.proj.weight")
 # files with the quantization of AutoGPTQ and AutoAWQ, where config.json has none -> their method
 OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -73,7 +74,8 @@ def check_quantization(quant: Quantization, where: str) -> Quantization:
 def read_model_config(path: Path) -> dict:
     """Read config.json of a directory, with the quantization that older files have beside it.
 
-    Of a model that also takes pictures or sound it is the text part's.
+    MXFP4, which is no format of all weights, is left out. Of a model that also takes pictures or
+    sound it is the text part's.
 
     Raises: ValueError when it is missing or broken.
     """
@@ -87,7 +89,10 @@ def read_model_config(path: Path) -> dict:
             f"{path}: weights quantized by MLX are not supported here; use the original model, or "
             "a GGUF file of it"
         )
-    return text_part(raw)
+    raw = text_part(raw)
+    if is_mxfp4(raw):
+        raw.pop("quantization_config", None)
+    return raw
 
 
 def _is_mlx(quantization: Any) -> bool:
@@ -108,23 +113,9 @@ def foreign_quantization(raw: dict) -> Any:
 
 
 def is_mxfp4(raw: dict) -> bool:
-    """Return whether a config.json says that the experts' weights are in MXFP4
-    (files/stacks.py).
-    """
+    """Return whether a config.json says that experts are in MXFP4 (files/stacks.py)."""
     quantization = foreign_quantization(raw)
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
-
-
-def has_stacks(files: quantize.TensorSource) -> bool:
-    """Return whether some of the tensors hold the experts of a layer."""
-    return any(map(STACK.fullmatch, files.readers))
-
-
-def plain_config(raw: dict) -> dict:
-    """Return a config.json as one of numbers: MXFP4 is no format of all weights."""
-    if not is_mxfp4(raw):
-        return raw
-    return {name: value for name, value in raw.items() if name != "quantization_config"}
 
 
 def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:
@@ -208,10 +199,22 @@ class Codes(NamedTuple):
         return (groups * scale).flatten(1)
 
 
+@dataclass(frozen=True)
+class InBlocks:
+    """The reader of a weight that a file has in blocks: it becomes numbers, or stays in them."""
+
+    type: str  # ggml's name
+    numbers: Callable[..., Tensor]  # takes a dtype, to which it may round
+    blocks: Callable[[], Any]  # returns a `backends.blocks.Blocks`, or the like
+
+    def __call__(self) -> Tensor:
+        return self.numbers()
+
+
 class TensorSource(quantize.TensorSource):
     """Tensors by name, and their config.json, with what loading tells about them.
 
-    `quantized` of a GGUF file has functions that return `backends.blocks.Blocks`.
+    A reader may be `InBlocks`; `keep_blocks` moves it to `quantized`.
     """
 
     note: str = ""  # printed when all is read
@@ -219,9 +222,30 @@ class TensorSource(quantize.TensorSource):
     has_groups_of_int8: bool = False  # in `quantized`, or zero points
     makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read one tensor, as the base class does. dtype: blocks may be rounded to it"""
+        reader = self.readers.get(name)
+        return reader.numbers(dtype) if isinstance(reader, InBlocks) else super().read(name)
+
     def type_of(self, name: str) -> str:
         """Return the type of the blocks of a tensor that has a reader; "": it has none."""
-        return ""
+        return getattr(self.readers.get(name), "type", "")
+
+    def keep_blocks(self, names: Iterable[str] | None = None) -> None:
+        """Leave the weights that are stored in blocks to `quantized`.
+
+        names: of tensors in blocks; None: all but routers, which are small, and decide
+        Writes: readers, quantized.
+        """
+        if names is None:
+            names = [n for n in self.readers if self.type_of(n) and not n.endswith(SMALL)]
+        self.quantized = dict(self.quantized)
+        for name in names:
+            self.quantized[name] = self.readers.pop(name).blocks
+
+    def mostly_has(self, bits: int) -> bool:
+        """Return whether more than half of the weights of matrices have at most so many bits."""
+        return self.block_types == "MXFP4" and bits >= 4  # the experts of a directory
 
 
 def _text_name(name: str) -> str:

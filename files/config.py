@@ -19,8 +19,6 @@ from files.checkpoint import (
     TensorSource,
     WeightFiles,
     foreign_quantization,
-    has_stacks,
-    plain_config,
     read_model_config,
     scale_name,
 )
@@ -60,8 +58,6 @@ def open_source(path: Path) -> TensorSource:
             return load_part("reader", "gguf head")(path)
         return load_part("reader", "gguf")(path)
     files = open_files(path)
-    if has_stacks(files):
-        return load_part("reader", "stacks")(files)
     if foreign_quantization(files.config) is None:
         return files
     return load_part("reader", "codes of others")(files)
@@ -96,6 +92,7 @@ def open_files(path: Path) -> WeightFiles:
             log_note(f"{path}: {differ}: both are used")
             files.config["tie_word_embeddings"] = False
     files.readers = readers
+    files.block_types = next(filter(None, map(files.type_of, readers)), "")
     return files
 
 
@@ -110,7 +107,7 @@ def read_raw(path: Path) -> dict:
     """
     if is_gguf(path):
         return open_source(path).config
-    raw = plain_config(read_model_config(path))
+    raw = read_model_config(path)
     if foreign_quantization(raw) is None:
         return raw
     return load_part("reader", "config of codes")(raw, path)

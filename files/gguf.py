@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from files.checkpoint import TensorSource
+from files.checkpoint import InBlocks, TensorSource
 from files.gguf_header import MAX_COUNT, MAX_SIZE, Header, Info, Metadata, read_header
 from files.gguf_tokenizer import end_ids, special_id
 from files.io import ADAPTER
@@ -43,8 +43,6 @@ RELEASED = 64 << 20  # bytes that are read between two releases of the file's pa
 PIECE = 2**18  # values that are made of blocks at a time: they fit in the second-level cache
 # LLaMA-3.1's and 3.2's; the file holds one number per frequency instead, which yields `factor`
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# routers, and the confidence of a draft: they are small, and decide
-SMALL = (".gate.weight", ".router.weight", ".router.proj.weight", "confidence_head.proj.weight")
 GATE_UP = "ffn_gate_up"  # a gate's rows, then those of up, of each expert in a stack
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -109,7 +107,7 @@ class GgufFile(TensorSource):
         self.layout = row_named(self.config["architectures"][0]).load().GGUF
         self._add_rope_scaling()
         self.quantized = {}
-        self.readers: dict[str, Callable[[], Tensor]] = {}
+        self.readers = {}
         for name in header.tensors:
             self.readers.update(self._readers(name))
         if self.layout.split:
@@ -121,27 +119,6 @@ class GgufFile(TensorSource):
     def _read_config(self, type_names: dict[str, str]) -> dict:
         """Return the content of a config.json. type_names: of every tensor"""
         return config_of(self._header, type_names, embedding_shape(self._header))
-
-    def keep_blocks(self, names: Iterable[str] | None = None) -> None:
-        """Leave the matrices that are stored in blocks to `quantized`, as
-        `backends.blocks.Blocks`.
-
-        names: of tensors in blocks; None: all but routers, which are small, and decide
-        Writes: readers, quantized.
-        """
-        if names is None:
-            names = [n for n in self.readers if self.type_of(n) and not n.endswith(SMALL)]
-        for name in names:
-            read = self.readers.pop(name)
-            self.quantized[name] = partial(self._blocks, *read.args, **read.keywords)
-
-    def type_of(self, name: str) -> str:
-        """Return the type of the blocks of a tensor that has a reader; "": it has none."""
-        read = self.readers.get(name)
-        own = isinstance(read, partial) and read.func == self._tensor
-        if not own or not self._in_blocks(read.args[0]):
-            return ""
-        return TYPES[self._header.tensors[read.args[0]].type_id].name
 
     def mostly_has(self, bits: int) -> bool:
         """Return whether more than half of the weights of matrices have at most so many bits."""
@@ -182,13 +159,6 @@ class GgufFile(TensorSource):
             raise ValueError(f"{self.path} needs the package gguf; run: pip install gguf") from None
         return gguf
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read one tensor, as the base class does. The C++ operator rounds to bfloat16."""
-        read = self.readers.get(name)
-        if isinstance(read, partial) and read.func == self._tensor:
-            return read(dtype=dtype)
-        return super().read(name)
-
     def _bytes(self, name: str, info: Info) -> int:
         """Return the size of a tensor.
 
@@ -221,7 +191,7 @@ class GgufFile(TensorSource):
 
         Unknown names stay.
         """
-        read = partial(self._tensor, name)
+        read = self._reader(name)
         changed = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if changed and changed[2] in self.layout.changed:
             official, change = self.layout.changed[changed[2]]
@@ -255,17 +225,17 @@ class GgufFile(TensorSource):
             for part_number in range(shape[0] * len(kinds)):
                 expert, matrix = divmod(part_number, len(kinds))
                 official = f"{layer}{matrices[kinds[matrix]].format(expert)}.{leaf}"
-                yield official, partial(self._tensor, name, part_number)
+                yield official, self._reader(name, part_number)
         elif suffix and kind in matrices:  # one expert, in older files
             yield f"{layer}{matrices[kind].format(suffix[1:])}.{leaf}", read
         elif not suffix and kind == "ffn_gate_inp":
             yield f"{layer}{matrices[kind]}.{leaf}", read
         elif self._is_gate_above_up(name):
             for half, matrix in enumerate(("mlp.gate_proj", "mlp.up_proj")):
-                yield f"{layer}{matrix}.{leaf}", partial(self._tensor, name, half)
+                yield f"{layer}{matrix}.{leaf}", self._reader(name, half)
         elif not suffix and kind in self.layout.layer | self.further_names:
             official = (self.layout.layer | self.further_names)[kind]
-            yield f"{layer}{official}.{leaf}", self._layer_reader(name, kind)
+            yield f"{layer}{official}.{leaf}", self._reader(name, heads=self._heads(kind))
         else:
             yield f"{stem}.{leaf}", read
 
@@ -280,14 +250,18 @@ class GgufFile(TensorSource):
             return f"model.layers.{number}"
         return f"mtp.layers.{int(number) - own}"
 
-    def _layer_reader(self, name: str, kind: str) -> Callable[[], Tensor]:
-        """Return the reader of a tensor of a layer in Hugging Face's form."""
-        heads = 0
-        if self.layout.interleaved and kind == "attn_q":
-            heads = self.config["num_attention_heads"]
-        if self.layout.interleaved and kind == "attn_k":
-            heads = self.config["num_key_value_heads"]
-        return partial(self._tensor, name, heads=heads)
+    def _heads(self, kind: str) -> int:
+        """Return the heads whose rows are in the order of llama.cpp's rotation; 0: none are."""
+        keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+        return self.config[keys[kind]] if self.layout.interleaved and kind in keys else 0
+
+    def _reader(self, name: str, part: int | None = None, heads: int = 0) -> Callable[..., Tensor]:
+        """Return the reader of a tensor. Arguments: as for `_tensor`"""
+        read = partial(self._tensor, name, part, heads)
+        if not self._in_blocks(name):
+            return read
+        type_name = TYPES[self._header.tensors[name].type_id].name
+        return InBlocks(type_name, read, partial(self._blocks, name, part, heads))
 
     def _tensor(
         self, name: str, part: int | None = None, heads: int = 0, dtype: torch.dtype | None = None

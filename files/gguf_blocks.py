@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from files.checkpoint import is_mxfp4, read_model_config
-from files.io import is_gguf
+from files.checkpoint import is_mxfp4
+from files.io import is_gguf, read_json
 from files.machine import blocks
 from files.rank import this_rank
 
@@ -30,4 +30,4 @@ def _has_blocks(path: Path) -> bool:
     """Return whether a checkpoint is one whose weights may be in blocks."""
     if is_gguf(path):
         return True
-    return (path / "config.json").is_file() and is_mxfp4(read_model_config(path))
+    return (path / "config.json").is_file() and is_mxfp4(read_json(path / "config.json"))

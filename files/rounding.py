@@ -27,18 +27,16 @@ from files.checkpoint import (
     TensorSource,
     WeightFiles,
     check_quantization,
-    has_stacks,
     saved_quantization,
     scale_name,
     stored_bytes,
     to_file,
 )
-from files.config import read_raw
+from files.config import open_files, read_raw
 from files.io import check_apart, check_out, read_json, show_progress
 from files.lock import folder_lock
 from files.machine import cpu_operators_are_loaded, single_torch_thread
 from files.rank import this_rank
-from files.stacks import StackedFiles
 from files.tokenizer import has_tokenizer
 from files.writing import write_checkpoint
 from options import cache_folder, log_note, private_folder
@@ -141,9 +139,7 @@ def quantize_directory(
         raise ValueError(f"{path} is quantized already ({format}); give the original")
     check_apart(path, out)
     check_out(out, overwrite)
-    files: TensorSource = WeightFiles(path)
-    if has_stacks(files):
-        files = StackedFiles(files)
+    files = open_files(path)
     tensors = {name: files.read(name) for name in files.readers}  # memory-mapped
     shapes = {name: tensor.shape for name, tensor in tensors.items() if is_quantized(name, tensor)}
     inputs = {name: shape[1] for name, shape in shapes.items()}

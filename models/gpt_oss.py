@@ -24,6 +24,8 @@ from files.keys import (
     read_swiglu_keys,
 )
 from files.mixtral import counts
+from files.renames import Readers, rename_ends
+from files.stacks import name_experts
 from model import ModelConfig
 from models.steps import ClampedGate, ScoredRoute, WindowAttend
 from steps import Add, Merge, Norm, Project, Rotate, Step
@@ -118,6 +120,11 @@ def read_config(raw: dict, architecture: str) -> GptOss:
         alpha=own.swiglu_alpha,
         limit=own.swiglu_limit,
     )
+
+
+def rename(readers: Readers, raw: dict) -> Readers:
+    """Name the matrices of experts one by one, and sinks as the weight of a module."""
+    return name_experts(rename_ends(readers, {".sinks": ".sinks.weight"}))
 
 
 # -------------------------------------------------------------------------------------------- GGUF
