@@ -67,7 +67,7 @@ def open_files(path: Path) -> WeightFiles:
     """Open the files of a model's directory, by the names that a whole model has.
 
     The layers saved alone have no prefix. A tied model may hold its one matrix as the LM head
-    only; two that differ are both used, as in transformers 5.
+    only; two that differ are both used, as in transformers 5. A dtype auto is the weights' own.
     """
     files = WeightFiles(path)
     readers = files.readers
@@ -91,6 +91,9 @@ def open_files(path: Path) -> WeightFiles:
             differ = "tie_word_embeddings is true, and lm_head.weight is not the embedding"
             log_note(f"{path}: {differ}: both are used")
             files.config["tie_word_embeddings"] = False
+    if "auto" in (files.config.get("torch_dtype"), files.config.get("dtype")):
+        dtypes = (read().dtype for read in readers.values())
+        files.config["torch_dtype"] = str(next(d for d in dtypes if d.is_floating_point))
     files.readers = readers
     files.block_types = next(filter(None, map(files.type_of, readers)), "")
     return files

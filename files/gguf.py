@@ -88,7 +88,7 @@ class GgufFile(TensorSource):
     def __init__(self, path: Path):
         """Read the header.
 
-        Raises: ValueError for a file that is broken or not supported, or a missing package.
+        Raises: ValueError for a file that is broken or not supported.
         """
         self.path = path
         self._mapped = 0  # bytes read since the last release
@@ -99,8 +99,6 @@ class GgufFile(TensorSource):
             raise ValueError(f"{path}: {gguf_refusal(architecture)}")
         self._sizes = {name: self._bytes(name, info) for name, info in header.tensors.items()}
         type_names = {name: TYPES[info.type_id].name for name, info in header.tensors.items()}
-        if not all(_read_without_package(type_name) for type_name in type_names.values()):
-            self._package()
         types = {type_names[name] for name in header.tensors if self._in_blocks(name)}
         self.block_types = ", ".join(sorted(types))
         self.config = self._read_config(type_names)
@@ -150,14 +148,6 @@ class GgufFile(TensorSource):
         rows, inputs = shape
         content = torch.from_numpy(content).view(rows, -1)
         return blocks().Blocks(name, content, info.type_id, inputs, row_order(rows, heads))
-
-    def _package(self) -> Any:
-        """Import the package `gguf`, which takes 0.1 s. Raises: ValueError when it is missing."""
-        try:
-            import gguf
-        except ImportError:
-            raise ValueError(f"{self.path} needs the package gguf; run: pip install gguf") from None
-        return gguf
 
     def _bytes(self, name: str, info: Info) -> int:
         """Return the size of a tensor.
@@ -315,29 +305,19 @@ class GgufFile(TensorSource):
             stored = torch.from_numpy(blocks.view(STORED[type_name]).copy())
             return stored.view(torch.bfloat16) if type_name == "BF16" else stored
         elements = len(blocks) // block_size * block
-        if _read_without_package(type_name):
+        if cpu_operators_are_loaded():
             rounded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
             value = torch.empty(elements, dtype=rounded)
             torch.ops.gpt_eagle.widen_blocks(torch.from_numpy(blocks), type_id, value)
             return value
-        value = np.empty(elements, np.float32)
-        bytes_each = PIECE // block * block_size
-        with np.errstate(all="ignore"):  # scales that are no numbers stay so
-            for n, first in enumerate(range(0, len(blocks), bytes_each)):
-                piece = blocks[None, first : first + bytes_each]
-                value[n * PIECE : (n + 1) * PIECE] = self._widened(piece, type_name)
-        return torch.from_numpy(value)
+        from gguf import GGMLQuantizationType, quants  # takes 0.1 s
 
-    def _widened(self, blocks: np.ndarray, type_name: str) -> np.ndarray:
-        """blocks: [1, bytes] uint8, of the named type. Returns: [elements] fp32."""
-        package = self._package()
-        try:
-            return package.quants.dequantize(blocks, package.GGMLQuantizationType[type_name])[0]
-        except Exception as error:  # another version of the package may not know the type
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise ValueError(
-                f"{self.path}: the package gguf cannot read {type_name} ({reason}); update it"
-            ) from None
+        kind = GGMLQuantizationType[type_name]
+        bytes_each = PIECE // block * block_size
+        starts = range(0, len(blocks), bytes_each)
+        with np.errstate(all="ignore"):  # scales that are no numbers stay so
+            pieces = [quants.dequantize(blocks[i : i + bytes_each], kind) for i in starts]
+        return torch.from_numpy(np.concatenate(pieces))
 
     def _add_rope_scaling(self) -> None:
         """Read LLaMA-3's scaling from `rope_freqs.weight`.
@@ -375,13 +355,11 @@ def bits_of(type_name: str) -> int:
 
 
 def _name_of(type_id: int) -> str:
-    """Return ggml's name of an unknown type, where the package `gguf` has it."""
-    try:
-        from gguf import GGMLQuantizationType
+    """Return ggml's name of a type that is not in `TYPES`, where it has one."""
+    from gguf import GGMLQuantizationType
 
-        return GGMLQuantizationType(type_id).name
-    except (ImportError, ValueError):
-        return str(type_id)
+    names = {kind.value: kind.name for kind in GGMLQuantizationType}
+    return names.get(type_id, str(type_id))
 
 
 def row_order(rows: int, heads: int) -> Tensor | None:
@@ -393,10 +371,6 @@ def row_order(rows: int, heads: int) -> Tensor | None:
     if not heads or rows % (2 * heads):
         return None
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-
-
-def _read_without_package(type_name: str) -> bool:
-    return type_name in STORED or cpu_operators_are_loaded()
 
 
 # --------------------------------------------------------------------------------------- config

@@ -16,7 +16,17 @@ Not here: other kinds (WordPiece, Unigram, RWKV), other names of splits.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 from files.gguf_header import Metadata
 from files.untrusted import read_untrusted
@@ -143,21 +153,11 @@ def tokenizer_config(metadata: Metadata) -> dict:
     return config
 
 
-def read_bpe(metadata: Metadata) -> Any:
-    """Make a `tokenizers.Tokenizer`; the caller checks that the package is there.
+def read_bpe(metadata: Metadata) -> Tokenizer:
+    """Make the tokenizer.
 
     Raises: ValueError for an unknown split, bad lists.
     """
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-    )
-
     of_bytes = metadata["tokenizer.ggml.model"] == "gpt2"
     split = _split(metadata) if of_bytes else Split()
     tokens, types = _tokens(metadata)
@@ -209,10 +209,8 @@ def _split(metadata: Metadata) -> Split:
     return SPLITS[name]
 
 
-def _pre_tokenizer(split: Split) -> Any:
+def _pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
     """Make the pre-tokenizer of a value of `SPLITS`."""
-    from tokenizers import Regex, pre_tokenizers
-
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     if split.digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))

@@ -14,7 +14,6 @@ import re
 import sys
 from functools import cache
 from glob import escape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,8 +63,6 @@ def hub_model(name: str, is_head: bool) -> HubModel:
     parts = HUB_NAME.fullmatch(name.removeprefix("hf:"))
     fault = f"a model of a hub is named hf:OWNER/NAME or hf:OWNER/NAME:{USUAL}; it is {name}"
     require(parts is not None, fault)
-    fault = f"{name} needs the package huggingface_hub; run: pip install huggingface_hub"
-    require(find_spec("huggingface_hub") is not None, fault)
     repo = parts["repo"]
     listing = listed(repo)
     files = chosen(repo, list(listing.files), parts["kind"] or "")

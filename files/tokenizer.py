@@ -23,9 +23,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
 
 from files.fields import FLAG, OBJECT, Rule, key, naming, read_fields
 from files.io import is_gguf, read_json
@@ -38,6 +40,8 @@ NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 # stands in the name of a control token that is text: a noncharacter of Unicode, which no text has
 MARK = "\ufdd0"
 BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+# there is one text at a time; and no warning after a fork
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 SPECIAL = [f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -101,7 +105,7 @@ class Tokenizer:
         self._controls = sorted(controls, key=len, reverse=True)
         # ids in all
         self.vocab_size = max([vocab_size, *(token.id + 1 for token in added.values())])
-        texts = {name: _token_text(config, name) for name in SPECIAL}
+        texts = {name: _text(config.get(name)) for name in SPECIAL}
         # chat templates' names -> texts
         self.special = {name: text for name, text in texts.items() if text}
         self.bos_id = self.id_of(texts["bos_token"])
@@ -116,10 +120,8 @@ class Tokenizer:
     def load(path: Path) -> Tokenizer:
         """Read the tokenizer of a Hugging Face directory or a GGUF file.
 
-        Raises: ValueError when there is none, or it is corrupt, of an unknown kind, or needs a
-        package that is missing.
+        Raises: ValueError when there is none, or it is corrupt, or of an unknown kind.
         """
-        _need_tokenizers(path)
         if is_gguf(path):
             return _of_gguf(path)
         model = path / "tokenizer.model"
@@ -258,14 +260,13 @@ def _read_config(path: Path) -> dict:
 
 def _of_json(path: Path, config: dict) -> Tokenizer:
     """Read a tokenizer.json, with the tokens that the files beside it add. Raises: ValueError."""
-    package = _need_tokenizers(path)
     with read_untrusted(path, "download it again, or use --prompt_ids"):
-        tok = package.Tokenizer.from_file(str(path))
+        tok = Backend.from_file(str(path))
     added = sorted(_added_tokens(path.parent, config).items(), key=lambda item: item[1].id)
     for text, token in added:
         if tok.token_to_id(text) is not None:
             continue
-        kind = package.AddedToken(text, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
+        kind = AddedToken(text, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)
         (tok.add_special_tokens if token.control else tok.add_tokens)([kind])
         if tok.token_to_id(text) != token.id:
             raise ValueError(
@@ -278,7 +279,7 @@ def _of_json(path: Path, config: dict) -> Tokenizer:
     return JsonTokenizer(tok, config, path)
 
 
-def _with_prefix_space(tok: Any, wanted: bool) -> Any:
+def _with_prefix_space(tok: Backend, wanted: bool) -> Backend:
     """Return the tokenizer with or without a space before each text.
 
     The key add_prefix_space overrides the file, as in transformers.
@@ -294,7 +295,7 @@ def _with_prefix_space(tok: Any, wanted: bool) -> Any:
                 step["prepend_scheme"] = "first" if wanted else "never"
             if step.get("type") == "Prepend" and not wanted:
                 step["prepend"] = ""
-    return type(tok).from_str(json.dumps(state))
+    return Backend.from_str(json.dumps(state))
 
 
 def _of_gguf(path: Path) -> Tokenizer:
@@ -463,9 +464,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer`: LLaMA-3, Qwen-2, and every model without the other file."""
+    """A tokenizer of the package `tokenizers`: LLaMA-3, Qwen-2, and whatever has its file."""
 
-    def __init__(self, tok: Any, config: dict, path: Path):
+    def __init__(self, tok: Backend, config: dict, path: Path):
         """Find the added tokens and the kind of `tok`. path: its file, for error messages"""
         self._tok = tok
         with read_untrusted(path, "use --prompt_ids"):
@@ -503,22 +504,6 @@ class JsonTokenizer(Tokenizer):
         return bytes(BYTE_OF[char] for char in token)
 
 
-def _need_tokenizers(path: Path) -> Any:
-    """Import the package `tokenizers`. path: the file that needs it
-
-    Raises: ValueError when it is missing.
-    """
-    # there is one text at a time; and no warning after a fork
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError(
-            f"{path} needs the package tokenizers; run: pip install tokenizers"
-        ) from None
-    return tokenizers
-
-
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each printable character of byte-level BPE. Source: GPT-2's encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -531,7 +516,7 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-def _is_byte_level(tok: Any, path: Path) -> bool:
+def _is_byte_level(tok: Backend, path: Path) -> bool:
     """Return whether tokens are stored in the byte alphabet (`BYTE_OF`).
 
     Otherwise they are stored as in sentencepiece.
@@ -555,16 +540,13 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     return piece.replace("▁", " ").encode()
 
 
-def _splitter(added: dict[str, Added]) -> Any:
-    """Return a `tokenizers.Tokenizer` that splits off added tokens; a text between is one part."""
-    import tokenizers
-
-    model = tokenizers.models.WordLevel({MARK: 0}, unk_token=MARK)
-    splitter = tokenizers.Tokenizer(model)
+def _splitter(added: dict[str, Added]) -> Backend:
+    """Return a tokenizer that splits off added tokens; a text between is one part."""
+    splitter = Backend(models.WordLevel({MARK: 0}, unk_token=MARK))
     kinds: dict[bool, list] = {True: [], False: []}  # by whether they are control tokens
     for text, token in added.items():
         strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
-        kinds[token.control].append(tokenizers.AddedToken(text, normalized=False, **strips))
+        kinds[token.control].append(AddedToken(text, normalized=False, **strips))
     splitter.add_special_tokens(kinds[True])  # each call compiles them all
     splitter.add_tokens(kinds[False])
     return splitter
@@ -605,10 +587,6 @@ def optional_json(path: Path) -> dict:
     return read_json(path)
 
 
-def _token_text(config: dict, key: str) -> str | None:
-    return _text(config.get(key))
-
-
 def _text(token: str | dict | None) -> str | None:
     """Return the text of a token in a configuration file."""
     if isinstance(token, dict):
@@ -625,10 +603,10 @@ def _special_texts(config: dict) -> list[str]:
     return [text for text in map(_text, tokens) if text]
 
 
-def _make_special(tok: Any, texts: list[str]) -> None:
+def _make_special(tok: Backend, texts: list[str]) -> None:
     """Make tokens of the vocabulary special; those that are added keep their other properties.
 
-    tok: a `tokenizers.Tokenizer`, which changes
+    Writes: tok.
     """
     added = {token.content: token for token in tok.get_added_tokens_decoder().values()}
     for text in texts:

@@ -28,13 +28,14 @@ from files.checkpoint import (
     Codes,
     TensorSource,
     from_file,
+    is_mxfp4,
     saved_quantization,
     scale_name,
     stored_bytes,
     stored_shapes,
 )
 from files.config import EMBEDDING, open_source, read_config
-from files.io import StatusLine, is_gguf
+from files.io import StatusLine, is_gguf, read_json
 from files.machine import (
     blocks,
     cpu_operators_are_loaded,
@@ -44,6 +45,7 @@ from files.machine import (
     single_torch_thread,
 )
 from files.memory import check_memory
+from files.rank import this_rank
 from model import DTYPES, ModelConfig, RotaryEmbeddings, Transformer, weight_names
 from options import log_note, one_line
 from quantize import (
@@ -458,6 +460,19 @@ def _tie_lm_head(model: Transformer, quant: Quantization | None) -> None:
         pages = huge_pages()
         if pages:
             pages.move(model.lm_head)
+
+
+def keeps_blocks(config: Any, path: Path) -> bool:
+    """Return whether a checkpoint's weights stay in the bits of the file's blocks.
+
+    config: a `run.options.GenerateConfig`, with `dtype` as the user gave it
+    Returns: True for a GGUF file or a directory in MXFP4 on one device, unless dtype is given.
+    """
+    if config.dtype or config.random or blocks() is None or this_rank().world_size > 1:
+        return False
+    file = path / "config.json"
+    has_blocks = is_gguf(path) or (file.is_file() and is_mxfp4(read_json(file)))
+    return has_blocks and blocks().can_stay(config.device)
 
 
 def keep_blocks(

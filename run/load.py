@@ -22,12 +22,11 @@ from files.chat import NO_TEMPLATE, read_text_files, template_name
 from files.checkpoint import saved_quantization
 from files.config import open_source, read_raw
 from files.fetch import with_files
-from files.gguf_blocks import keeps_blocks
 from files.machine import has_cpu_operators
 from files.memory import free_bytes
 from files.not_finite import check_small_weights
 from files.rank import this_rank
-from files.weights import int4_group, load_model
+from files.weights import int4_group, keeps_blocks, load_model
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
 from quantize import BLOCKS, Quantization

@@ -10,10 +10,10 @@ from draft_tree import DynamicTree
 from drafters import Drafter, TreeDrafter
 from files.checkpoint import saved_quantization
 from files.config import open_source, read_raw
-from files.gguf_blocks import keeps_blocks
 from files.head_kinds import MTP, head_kind, own_head
 from files.io import bundled_head, is_gguf
 from files.machine import has_cpu_operators
+from files.weights import keeps_blocks
 from quantize import BLOCKS
 from run.methods import head_kinds
 from run.option_rules import check_needs

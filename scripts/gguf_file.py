@@ -85,12 +85,10 @@ def write(
     """Write a file.
 
     tensors: a name; numbers, or the bytes of blocks; the type of the blocks, None: of the numbers
-    Writes: `path`. Raises: ValueError where the package is missing.
+    Writes: `path`.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError(f"{path} needs the package gguf; run: pip install gguf") from None
+    import gguf
+
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
     kinds = gguf.GGUFValueType
     for key, value in metadata.items():

@@ -114,6 +114,7 @@ OLDER = [
     {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2},
     {"sliding_window_pattern": ..., "_sliding_window_pattern": 6},
+    {"dtype": "auto"},
 ]
 
 

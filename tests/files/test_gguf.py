@@ -8,7 +8,6 @@ import json
 import random
 import re
 import struct
-import sys
 import unicodedata
 from itertools import cycle
 from pathlib import Path
@@ -735,25 +734,10 @@ def test_shapes_and_types_that_are_refused(capsys, whole, tmp_path):
         assert says in refused(capsys, "--checkpoint", str(path))
 
 
-def test_missing_files_and_packages(capsys, whole, tmp_path, monkeypatch):
+def test_a_missing_file(capsys, tmp_path):
     path = str(tmp_path / "no.gguf")
     said = f"cannot read {path}: No such file or directory; check the path"
     assert said in refused(capsys, "--checkpoint", path)
-    monkeypatch.setattr("files.gguf.cpu_operators_are_loaded", lambda: False)
-    with monkeypatch.context() as patch:
-        patch.setattr(gguf.quants, "dequantize", not_implemented)
-        said = "m.gguf: the package gguf cannot read Q8_0 (NotImplementedError: not yet); update it"
-        assert said in refused(capsys, "--checkpoint", str(whole[0]), "--dtype", "float32")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    said = "needs the package gguf; run: pip install gguf"
-    assert said in refused(capsys, "--checkpoint", str(whole[0]))
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="the package tokenizers; run: pip install tokenizers"):
-        Tokenizer.load(whole[0])
-
-
-def not_implemented(*_):
-    raise NotImplementedError("not yet")
 
 
 def test_a_model_is_no_head_and_no_source_of_codes(capsys, whole, tmp_path):

@@ -475,12 +475,6 @@ def test_a_full_disk_leaves_nothing(capsys, files, tmp_path, monkeypatch):
     assert out.read_text() == "mine"
 
 
-def test_the_package_is_missing(capsys, files, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    err = failure(capsys, files().parent / "plain", tmp_path / "head.gguf")
-    assert "needs the package gguf; run: pip install gguf" in err
-
-
 def test_train_head_writes_files(files, tmp_path, capsys):
     """Of an EAGLE-3 head; a head of version 1 has none, and one that cannot be written a note."""
     out = write_head(tmp_path / "out")

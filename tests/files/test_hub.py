@@ -266,12 +266,6 @@ def test_without_a_network_the_cache_is_asked(server, monkeypatch, capsys):
     assert said.endswith("); check the network, or name a model that the command hf cache ls lists")
 
 
-def test_without_the_package(monkeypatch):
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
-    hub.hub_model.cache_clear()
-    assert refusal("tiny/quants").endswith("huggingface_hub; run: pip install huggingface_hub")
-
-
 def test_a_mistake_in_a_name_is_one_line(server, capsys):
     """generate.py ends with one line and status 2."""
     server.repos["tiny/quants"] = QUANTS

@@ -4,7 +4,6 @@ import io
 import json
 import random
 import re
-import sys
 
 import pytest
 import sentencepiece as spm
@@ -377,8 +376,3 @@ def test_unknown_decoder(tmp_path):
         backend.decoder = decoder
         backend.save(str(file))
         assert_refused(tmp_path, "decoder must be ByteLevel.*not (WordPiece|none)")
-
-
-def test_missing_package(json_dir, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert_refused(json_dir, "pip install tokenizers")
