@@ -31,8 +31,7 @@ import backends.library
 from backends.triton.layout import BLOCK_FORMS
 from backends.weight import Embedding
 from files.gguf import GgufFile
-from files.gguf_blocks import keeps_blocks
-from files.weights import export_weights, load_model
+from files.weights import export_weights, keeps_blocks, load_model
 from helpers import (
     BLOCK_KINDS,
     OPERATORS,
