@@ -199,8 +199,7 @@ def load_data(
     """
     require(
         template or not any(d.turns for d in kept + held),
-        "--data: dialogues need a chat template; name one of "
-        f"{', '.join(FIXED)} with --chat",
+        f"--data: dialogues need a chat template; name one of {', '.join(FIXED)} with --chat",
     )
     bar = tqdm(kept, "tokenize", unit="dialogue", disable=None)
     examples = [Example.of(*marked_tokens(d, tokenizer, template)) for d in bar]
