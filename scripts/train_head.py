@@ -87,7 +87,6 @@ COMMAND = read_command() if __name__ == "__main__" else None
 
 import torch
 
-from files.config import read_raw
 from run.methods import head_kinds
 from scripts import export_head
 from scripts.bench.cases import SpeedOptions, shown_path
@@ -414,9 +413,7 @@ def run(config: HeadConfig) -> None:
     """Do the stages that are left. Writes: `config.out`."""
     path = fetched(config.checkpoint)
     config = replace(config, checkpoint=str(path), device=pick_device(config.device))
-    read_raw(path)  # refused if it is no checkpoint
     out = Path(config.out)
-    check_place(out)
     out.mkdir(parents=True, exist_ok=True)
     if config.threads:
         torch.set_num_threads(config.threads)

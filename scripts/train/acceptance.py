@@ -11,7 +11,7 @@ Not here: trees (scripts/measure.py speed).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -66,25 +66,31 @@ def chains(head: EagleHead, target: Transformer, tokens: Tensor) -> DraftedChain
     return DraftedChains(torch.stack(ok, 1), logits, features, vocab)
 
 
+Draft = Callable[[nn.Module, Transformer, Tensor], DraftedChains]  # as `chains`
+Sequences = list[tuple[int, list[int]]]  # of the target: the length of a prompt, and all tokens
+
+
+def drafted_chains(
+    head: nn.Module, target: Transformer, sequences: Sequences, draft: Draft
+) -> Iterator[tuple[int, DraftedChains]]:
+    """Yield the chains of every sequence, behind the first start with tokens of the target."""
+    for begin, ids in sequences:
+        tokens = torch.tensor([ids], device=target.norm.weight.device)
+        yield max(begin - 2, 0), draft(head, target, tokens)
+
+
 @torch.no_grad()
 def evaluate(
-    head: nn.Module,
-    target: Transformer,
-    sequences: list[tuple[int, list[int]]],
-    draft: Callable[..., DraftedChains] = chains,
+    head: nn.Module, target: Transformer, sequences: Sequences, draft: Draft = chains
 ) -> dict:
     """Measure chains on sequences of the target, over all start positions.
 
-    draft: as `chains`, for heads of another kind
     Returns: alpha, n-alpha for n = 0, 1, ..; tau, mean accepted tokens + 1 of a chain.
     """
     counts = []
     lengths = []
-    for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=target.norm.weight.device)
-        ok = draft(head, target, tokens).ok
-        first = max(begin - 2, 0)  # the first start with tokens of the target
-        accepted = ok[first:].long().cumprod(1).cpu()
+    for first, drafted in drafted_chains(head, target, sequences, draft):
+        accepted = drafted.ok[first:].long().cumprod(1).cpu()
         before = torch.cat((torch.ones(len(accepted), 1), accepted[:, :-1]), 1)
         counts.append(torch.stack((before.sum(0), accepted.sum(0))))
         lengths.append(accepted.sum(1).float())
@@ -97,26 +103,19 @@ def evaluate(
 
 @torch.no_grad()
 def fit_sharpness(
-    head: nn.Module,
-    target: Transformer,
-    sequences: list[tuple[int, list[int]]],
-    draft: Callable[..., DraftedChains] = chains,
+    head: nn.Module, target: Transformer, sequences: Sequences, draft: Draft = chains
 ) -> float:
     """Fit c so that softmax(c * scores) is likeliest to hold the target's choice.
 
-    The choices at T = 0 and at T = 1 count alike. draft: as for `evaluate`
+    The choices at T = 0 and at T = 1 count alike.
     """
     grid = torch.arange(1.0, 4.01, 0.125)
     device = target.norm.weight.device
     loss = torch.zeros(len(grid), device=device)
     generator = torch.Generator(device).manual_seed(0)
-    for begin, ids in sequences:
-        tokens = torch.tensor([ids], device=device)
-        drafted = draft(head, target, tokens)
-        R = drafted.ok.shape[0]
-        first = max(begin - 2, 0)
+    for first, drafted in drafted_chains(head, target, sequences, draft):
         # distribution of the token that step 0 drafts
-        truth = target.logits(drafted.features)[0, 1 : R + 1]  # [R, V]
+        truth = target.logits(drafted.features)[0, 1 : len(drafted.ok) + 1]  # [R, V]
         uniform = torch.rand(truth.shape, generator=generator, device=device)
         noise = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
         vocab = drafted.vocab

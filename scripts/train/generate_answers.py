@@ -37,7 +37,7 @@ from scripts.train import prompts
 from scripts.train.prompts import GIVEN, OWN, SHARES, Filter
 from scripts.train.train_options import HeadConfig
 
-EVAL = str(ROOT / "data/eval")  # to keep clear of: JSONL files or directories of them
+EVAL = ROOT / "data/eval"  # prompts to keep clear of
 ANSWER_TOKENS = 400  # longest answer; one that is cut is marked so
 PROMPT_TOKENS = 600  # longest prompt, template and earlier turns included
 QUANT = "int8"  # of 16-bit weights; quantized ones stay as they are

@@ -60,21 +60,12 @@ def read_turns(path: Path, flag: str) -> list[list[str]]:
     return [row["turns"] for row in read_jsonl(path, flag, check)]
 
 
-def eval_texts(named: str) -> list[str]:
-    """Read every turn of the evaluation prompts. Raises: ValueError.
-
-    named: JSONL files or directories, comma-separated
-    """
+def eval_texts(folder: Path) -> list[str]:
+    """Read every turn of the evaluation prompts. Raises: ValueError."""
     texts = []
-    for path in map(Path, named.split(",")):
-        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(
-                f"--eval: {path} holds no .jsonl file; name files with evaluation prompts"
-            )
-        for file in files:
-            for turns in read_turns(file, "--eval"):
-                texts += turns
+    for file in sorted(folder.glob("*.jsonl")):
+        for turns in read_turns(file, "data"):
+            texts += turns
     return texts
 
 

@@ -36,9 +36,9 @@ class TrainConfig(TrainOptions):
     draft_vocab: int = option(
         0, "tokens that it drafts, the most frequent; 0: all, or 32000 for version 3", least=0
     )
-    noise: float = option(0.1, "features get U(-noise, noise)")
-    feature_weight: float = option(1.0, "of SmoothL1 between features")
-    token_weight: float = option(0.1, "of the soft cross-entropy")
+    token_weight: float = option(
+        0.1, "of version 1's soft cross-entropy; that of SmoothL1 between features is 1"
+    )
     unroll: int = option(
         0, "steps of a chain that the loss has; 0: 1 for version 1, 7 for version 3", least=0
     )
@@ -56,9 +56,8 @@ class TrainConfig(TrainOptions):
             kind = head_kind(Path(self.init))
             fault = f"--init: {self.init} holds a head of the kind {kind}; name an EAGLE head"
             require(kind == "eagle", fault)
-        for name in OF_VERSION_1 if self.version == 3 else ():
-            fault = f"--{name} belongs to heads of version 1; leave it out"
-            require(getattr(self, name) == getattr(TrainConfig, name), fault)
+        is_usual = self.version == 1 or self.token_weight == TrainConfig.token_weight
+        require(is_usual, "--token_weight belongs to heads of version 1; leave it out")
 
     @property
     def is_trained(self) -> bool:
@@ -75,16 +74,13 @@ class TrainConfig(TrainOptions):
         """The names of the losses in the curve, and their weights."""
         kinds = {"entropy": 1.0}
         if self.version == 1:
-            kinds = {"entropy": self.token_weight, "regression": self.feature_weight}
+            kinds = {"entropy": self.token_weight, "regression": 1.0}
         weights = {}
         for kind, weight in kinds.items():
             for s in range(self.loss_steps):
                 weights[f"{kind} {s}"] = weight * losses.DECAY**s
         return weights
 
-
-# options that other versions do not have
-OF_VERSION_1 = ("noise", "feature_weight", "token_weight")
 
 # --help and mistakes are answered before the imports below, which take seconds
 COMMAND = parse(TrainConfig, "train_eagle.py", __doc__) if __name__ == "__main__" else None
@@ -104,6 +100,8 @@ from run.heads import rows_of
 from scripts.train import losses, training
 from scripts.train.acceptance import chains
 from scripts.train.data import Example, default_aux_layers
+
+NOISE = 0.1  # features of version 1 get U(-NOISE, NOISE)
 
 
 def losses_of(
@@ -126,7 +124,7 @@ def losses_of(
         if config.version == 1:
             generator.manual_seed(config.seed * 1_000_003 + step)  # the same in a resumed run
             uniform = torch.rand(features.shape, generator=generator, device=config.device)
-            noise = ((uniform * 2 - 1) * config.noise).to(features.dtype)
+            noise = ((uniform * 2 - 1) * NOISE).to(features.dtype)
         return compute(head, target, inputs, options, noise)
 
     return of_step

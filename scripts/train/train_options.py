@@ -52,8 +52,6 @@ class TrainOptions:
     lr: float = option(3e-5, "peak learning rate of AdamW")
     muon_lr: float = option(4e-3, "peak learning rate of Muon")
     warmup: int = option(2000, "steps")
-    weight_decay: float = option(0.01, "AdamW")
-    clip: float = option(0.5, "gradient norm")
     features: str = option(
         "", "folder that keeps the target's features, also for later runs on the same data"
     )

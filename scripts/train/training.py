@@ -40,14 +40,14 @@ from run.generate import generate
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors
 from scripts.train import data
-from scripts.train.acceptance import ALPHAS, DraftedChains, evaluate, fit_sharpness
+from scripts.train.acceptance import ALPHAS, Draft, Sequences, evaluate, fit_sharpness
 from scripts.train.data import Batch, Dialogue, Example
 from scripts.train.train_options import TrainOptions, resume_file
 
+DECAY = 0.01  # of weights that are matrices
+CLIP = 0.5  # of the gradient's norm
 SAVES = 4  # of the state, for each evaluation
 OWN_TOKENS = 128  # tokens that the target writes itself per evaluation prompt
-
-Sequences = list[tuple[int, list[int]]]  # the length of a prompt, and all tokens
 
 
 class Inputs(NamedTuple):
@@ -70,7 +70,7 @@ class Recipe(NamedTuple):
     scale_inputs: Callable[[nn.Module, Tensor, Tensor], None]
     # of (config, head, target) -> of (inputs, the step's number) -> the losses `config.losses`
     losses_of: Callable[[Any, nn.Module, Transformer], Callable[..., tuple[Tensor, ...]]]
-    draft: Callable[..., DraftedChains]  # see acceptance.py
+    draft: Draft
     save_head: Callable[[nn.Module, Any, dict], None]  # of (head, config, info)
 
 
@@ -127,15 +127,14 @@ def make_optimizers(model: nn.Module, config: TrainOptions) -> list[torch.optim.
     groups = [{"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     if tables:
         groups.append({"params": tables})
-    decay = config.weight_decay
     adamw = torch.optim.AdamW(
-        groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True
+        groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=DECAY, fused=True
     )
     made = [adamw]
     if muon:
         kind = torch.optim.Muon if multiplies_bf16(config.device) else Fp32Muon
         rule = "match_rms_adamw"
-        made.append(kind(matrices, lr=config.muon_lr, weight_decay=decay, adjust_lr_fn=rule))
+        made.append(kind(matrices, lr=config.muon_lr, weight_decay=DECAY, adjust_lr_fn=rule))
     for group in [group for optimizer in made for group in optimizer.param_groups]:
         group["initial_lr"] = group["lr"]  # the peak of the schedule
     return made
@@ -283,7 +282,7 @@ class Training:
         with self.autocast():
             losses = torch.stack(self.losses(inputs, self.done))
         (losses * self.weights).sum().backward()
-        nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
+        nn.utils.clip_grad_norm_(self.head.parameters(), CLIP)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -92,14 +92,15 @@ def sources(tmp_path, monkeypatch):
     for source in ("given", "tasks"):
         rows = "".join(json.dumps({"turns": turns}) + "\n" for turns in PROMPTS[source])
         (tmp_path / f"{source}.jsonl").write_text(rows)
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"turns": ["What is 3?", EVAL]}))
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "eval.jsonl").write_text(json.dumps({"turns": ["What is 3?", EVAL]}))
     (tmp_path / "out" / "answers").mkdir(parents=True)
     monkeypatch.setattr(prompts, "modules", lambda: [MODULE])
     monkeypatch.setattr(prompts, "TASK_FILE", tmp_path / "tasks.jsonl")
     monkeypatch.setattr(prompts, "long_texts", lambda most_words: PROMPTS["long"])
     monkeypatch.setattr(answer, "load", load)
     monkeypatch.setattr(answer, "SHARES", answer.SHARES | {"own": 0.0})
-    monkeypatch.setattr(answer, "EVAL", str(tmp_path / "eval.jsonl"))
+    monkeypatch.setattr(answer, "EVAL", tmp_path / "eval")
     monkeypatch.setattr(answer, "ANSWER_TOKENS", 6)
     monkeypatch.setattr(answer, "QUANT", "none")
     return tmp_path
@@ -334,9 +335,6 @@ MISTAKES = [
         '{"turns": ["What is 3?"]}',
         "can be used (given: 1 prompts, 0 used; dropped: 1",
     ),
-    ("eval.jsonl", "", "--eval: "),
-    ("eval.jsonl", '{"turns": []}', "eval.jsonl line 1: it must be like"),
-    ("out", None, "--eval: "),
 ]
 
 
@@ -347,11 +345,7 @@ def test_a_mistake_is_one_line(name, text, expected, sources, monkeypatch, capsy
         monkeypatch.setattr(answer, "load", None)
     if text is not None:
         (sources / name).write_text(text)
-    config = config_for(sources)
-    if "--eval" in expected:
-        monkeypatch.setattr(answer, "EVAL", str(sources / name))
-    else:
-        config = replace(config, prompts=str(sources / name))
+    config = config_for(sources, prompts=str(sources / name))
     with pytest.raises(SystemExit) as stop, one_line_errors("train_head.py"):
         answer.answer(config, never)
     lines = capsys.readouterr().err.splitlines()

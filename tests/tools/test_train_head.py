@@ -63,7 +63,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "OWN_TOKENS", 24)
     monkeypatch.setattr(generate_answers, "OWN_TOKENS", 4)  # the model ends none of its prompts
     monkeypatch.setattr(generate_answers, "ANSWER_TOKENS", 8)
-    monkeypatch.setattr(generate_answers, "EVAL", str(tmp_path / "tiny.jsonl"))
+    monkeypatch.setattr(generate_answers, "EVAL", tmp_path / "none")
     monkeypatch.setattr(
         train_head, "COMMON", train_head.COMMON | {"seq_len": 32, "eval_prompts": 2}
     )
