@@ -49,6 +49,7 @@ from files.registry import check_architecture
 from options import log_note, require
 from run.options import pick_device
 from run.parsing import one_line_errors, parse
+from scripts.train.prompts import read_turns
 from scripts.train.train_options import LEAST_TOKENS, HeadConfig
 
 
@@ -79,6 +80,8 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
         tokenizer = Tokenizer.load(path)
         chat_template(path, tokenizer, config.chat).stop_ids(tokenizer)
         check_place(Path(config.out))
+        for file in config.prompts.split(","):
+            read_turns(Path(file), "--prompts")
     return config
 
 
@@ -95,7 +98,6 @@ from scripts.bench.table import BRIEF, tables
 from scripts.train import train_block, train_eagle, training
 from scripts.train.data import weights_hash
 from scripts.train.generate_answers import answer
-from scripts.train.prompts import read_turns
 
 COMMON = {"seq_len": 512, "optimizer": "muon", "eval_prompts": 24, "patience": 2}
 CHAIN = {"unroll": 3, "draft_vocab": 8192}

@@ -303,16 +303,16 @@ class Features:
     def _open(self, made_of: dict) -> None:
         """Make the folder, or check that it is of the same data and weights."""
         note = self.folder / "made_of.json"
-        if not self.folder.exists():
+        if not note.is_file():
             size = torch.Size(made_of["shape"]).numel() * self.dtype.itemsize
             check_room(self.folder, size)
-            self.folder.mkdir()
+            self.folder.mkdir(exist_ok=True)
             write_text(str(note), json.dumps(made_of))
             print(f"features: {made_of['shape']}, {size / 1e9:.2f} GB, in {self.folder}")
-        elif not note.is_file() or read_json(note) != made_of:
+        elif read_json(note) != made_of:
             raise ValueError(
-                f"--features: {self.folder} has something else than features of these data and "
-                "weights; name another folder"
+                f"--features: {self.folder} has features of other data or weights; "
+                "name another folder"
             )
 
     @torch.no_grad()

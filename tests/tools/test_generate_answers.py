@@ -12,7 +12,6 @@ import pytest
 from files.tokenizer import Tokenizer
 from run.generate import generate
 from run.options import DEMO
-from run.parsing import one_line_errors
 from run.scheduler import Piece
 from scripts.train import data, prompts
 from scripts.train import generate_answers as answer
@@ -323,31 +322,7 @@ def test_a_model_that_writes_no_good_prompt_writes_no_more(sources, made_up, cap
     assert "prompts that the model wrote was good" in capsys.readouterr().out
 
 
-# ----------------------------------------------------------------------------------------- mistakes
-
-MISTAKES = [
-    ("none.jsonl", None, "--prompts: cannot read"),
-    ("given.jsonl", '{"turns": ["a"]}\n{"q": 1}\n', "given.jsonl line 2: it must be"),
-    ("given.jsonl", '{"turns": [" "]}', "line 1: it must be like"),
-    ("given.jsonl", "{", "line 1 is not valid JSON"),
-    (
-        "given.jsonl",
-        '{"turns": ["What is 3?"]}',
-        "can be used (given: 1 prompts, 0 used; dropped: 1",
-    ),
-]
-
-
-@pytest.mark.parametrize("name, text, expected", MISTAKES)
-def test_a_mistake_is_one_line(name, text, expected, sources, monkeypatch, capsys):
-    """Faults of files are found before the model is loaded."""
-    if "can be used" not in expected:  # which needs the tokenizer
-        monkeypatch.setattr(answer, "load", None)
-    if text is not None:
-        (sources / name).write_text(text)
-    config = config_for(sources, prompts=str(sources / name))
-    with pytest.raises(SystemExit) as stop, one_line_errors("train_head.py"):
-        answer.answer(config, never)
-    lines = capsys.readouterr().err.splitlines()
-    lines = [line for line in lines if not line.startswith("note: ")]  # of `load`
-    assert stop.value.code == 2 and len(lines) == 1 and expected in lines[0], lines
+def test_prompts_of_which_none_can_be_used_are_refused(sources):
+    (sources / "given.jsonl").write_text('{"turns": ["What is 3?"]}')
+    with pytest.raises(ValueError, match=r"can be used \(given: 1 prompts, 0 used; dropped: 1"):
+        answer.answer(config_for(sources), never)

@@ -550,7 +550,7 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
             features, best = three.of(batch)
             assert torch.equal(first, computed[..., :64]) and torch.equal(features, computed)
             assert torch.equal(best, target().logits(computed).argmax(-1))
-    message = "has something else than features of these data and weights; name another folder"
+    message = "has features of other data or weights; name another folder"
     for layers, tokens in (((), ids.flip(0)), ((1,), ids)):  # other data, other layers
         with pytest.raises(ValueError, match=message):
             data.Features(config, target(), layers, tokens)
@@ -562,24 +562,6 @@ def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="0.00 GB do not fit .* 1.00 GB are free"):
         train(replace(config, features=str(tmp_path / "more")))
     assert not (tmp_path / "more").exists()
-
-
-def test_a_budget_of_minutes_ends_the_command(tmp_path, monkeypatch):
-    """Long before its steps."""
-    ids = [i % 90 for i in range(5, 800)]
-    one = ([Example.of(ids, [True] * len(ids))], [(3, ids[:60])])
-    monkeypatch.setattr(data, "read_data", lambda config: ([], []))
-    monkeypatch.setattr(training, "prepare", lambda *of: one)
-    flags = {
-        "checkpoint": GOLDEN / "models/target_llama_mha", "out": tmp_path, "features": tmp_path / "f", "device": "cpu", "dtype": "float32",
-        "seq_len": 32, "batch_size": 2, "layers": 1, "anchors": 4, "steps": 10**6, "warmup": 2, "minutes": 0.005,
-    }  # fmt: skip
-    argv = [f"--{name}={value}" for name, value in flags.items()]
-    monkeypatch.setattr(sys, "argv", ["train_block.py", *argv])
-    train_block.main()
-    made = json.loads((tmp_path / "training.json").read_text())
-    assert 2 <= made["config"]["steps"] < 10**4
-    assert (tmp_path / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])

@@ -261,12 +261,16 @@ def test_a_card_says_what_is_fastest():
 def test_mistakes_are_one_line(small, monkeypatch, capsys):
     checkpoint = tiny_model(small)
     argv = partial(arguments, small, checkpoint)
+    (small / "one.jsonl").write_text('{"turns": ["a"]}\n{"q": 1}\n')
+    (small / "two.jsonl").write_text('{"turns": [" "]}')
     (small / "other").mkdir()
     (small / "other" / "config.json").touch()
     mistakes = [
         (arguments(small, Path("nowhere")), "no such directory: nowhere"),
         (argv(chat=""), "has no chat template; use --chat NAME"),
-        (argv(prompts="none.jsonl"), "cannot read none.jsonl"),
+        (argv(prompts="none.jsonl"), "--prompts: cannot read none.jsonl"),
+        (argv(prompts=small / "one.jsonl"), "one.jsonl line 2: it must be like"),
+        (argv(prompts=small / "two.jsonl"), "two.jsonl line 1: it must be like"),
         (argv(given=1.5), "--given must be"),
         (argv("other"), "holds something else than a run"),
         (argv("given.jsonl"), "is a file; name a directory"),
