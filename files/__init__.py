@@ -23,7 +23,7 @@ ADDS = {
         "gguf tokenizer": "files.gguf_tokenizer",
         "head beside": "files.known_heads:head_beside",
         "hub": "files.hub:hub_model",
-        "jinja": "files.jinja:Template",
+        "jinja": "files.jinja",
         "moments": "files.calibrate:moments_of",
         "mtp": "files.mtp",
         "ollama": "files.ollama:ollama_model",

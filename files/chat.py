@@ -1,31 +1,28 @@
-"""Chat templates: the text before, between and after the turns of a conversation.
+"""Chat templates: where they are read, and those of fixed strings.
 
-A template is a Jinja program (files/jinja.py). By default it is the checkpoint's own, which writes
-BOS itself. `--chat NAME` takes one of `FIXED`: for checkpoints without a template, and to repeat
-the official EAGLE's runs (sources: its evaluation scripts, FastChat's conversation templates).
+A template is a Jinja program, which files/jinja.py renders. By default it is the checkpoint's own,
+which writes BOS itself. `--chat NAME` takes one of `FIXED`: for checkpoints without a template, and
+to repeat the official EAGLE's runs (sources: its evaluation scripts, FastChat's conversation
+templates).
 
-`chat_template` makes one; `stop_ids` renders a probe, so that a template that fails is refused
-before decoding. `read_text_files` reads the tokenizer with it. `--system TEXT` takes the place of a
-template's own system message. An empty text leaves it out of a fixed template; the checkpoint's own
-gets an empty message.
+`read_text_files` reads the tokenizer with it. `--system TEXT` takes the place of a template's own
+system message. An empty text leaves it out of a fixed template; the checkpoint's own gets an empty
+message.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from files.io import LocalError, has_colours, is_gguf, read_text
-from files.thinking import Tags, Thinking, closed, opened_by, without_messages
+from files.thinking import Thinking
 from files.tokenizer import Tokenizer, load_tokenizer, optional_json
 from options import load_part
 
 NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
-END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
 
 
 # ----------------------------------------------------------------------------------------- fixed
@@ -109,7 +106,7 @@ def lacking(name: str, tokenizer: Tokenizer) -> str:
     return next((token for token in tokens if tokenizer.id_of(token) is None), "")
 
 
-# -------------------------------------------------------------------------------------- rendering
+# ---------------------------------------------------------------------------------------- reading
 
 
 def refusal(template: str, reason: Any) -> LocalError:
@@ -119,175 +116,6 @@ def refusal(template: str, reason: Any) -> LocalError:
         f"use --chat NAME with one of {', '.join(FIXED)}, or {NO_TEMPLATE} for no chat",
         f"the model's chat template {reason}",
     )
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """Renders conversations."""
-
-    path: Path  # the checkpoint, for messages
-    name: str  # of `FIXED`; "": the checkpoint's own
-    program: Any  # a `files.jinja.Template`
-    # for conversations with tools, where the checkpoint has another one for them
-    program_of_tools: Any | None
-    special: dict[str, str]  # bos_token and the like -> their texts
-    system: str | None = None  # None: as the program has it
-    closes: bool = False  # the thinking that it opens: an answer that begins with a schema has none
-
-    @property
-    def bos(self) -> bool:
-        """Return whether a text begins with BOS where the program has written none."""
-        return self.name != ""
-
-    @property
-    def title(self) -> str:
-        """The template's name in messages."""
-        return f"the chat template {self.name}" if self.name else "the model's chat template"
-
-    @property
-    def of_file(self) -> str:
-        """The same for a person at this machine."""
-        return self.title if self.name else f"{self.path}: its chat template"
-
-    @cached_property
-    def reply(self) -> str:
-        """The text between the prompt for an answer and that answer, once it is an earlier one.
-
-        A rendered probe shows it.
-        """
-        question, answer, another = PROBE
-        prompt = self.render([question], [])
-        conversation = self.render([question, another], [answer])
-        before = conversation.partition(answer)[0]
-        if not before.startswith(prompt):
-            return ""
-        return before.removeprefix(prompt)
-
-    @cached_property
-    def thinks(self) -> Tags | None:
-        """The tags of the thinking that a prompt opens, by a rendered probe."""
-        return opened_by(self.render([PROBE[0]], []))
-
-    def render(self, turns: list[str], answers: list[str]) -> str:
-        """Return the text of the prompt for the next answer. answers: one fewer than turns
-
-        Raises: as `render_messages`.
-        """
-        messages = [{"role": "user", "content": turn} for turn in turns]
-        for number, answer in enumerate(answers):
-            said = without_messages(answer)
-            messages.insert(2 * number + 1, {"role": "assistant", "content": said})
-        return self.render_messages(messages)
-
-    def render_messages(
-        self,
-        messages: list[dict],
-        tools: list[dict] | None = None,
-        variables: dict | None = None,
-    ) -> str:
-        """Return the text of the prompt for the next answer.
-
-        messages, tools: as `transformers` takes them, without a system message at the beginning
-        variables: further ones of the template, as enable_thinking
-        Raises: ValueError when the template fails; it says whether --system is the cause.
-        """
-        said = messages
-        if self.system is not None:
-            said = [{"role": "system", "content": self.system}, *messages]
-        program = self.program
-        if tools and self.program_of_tools:
-            program = self.program_of_tools
-        try:
-            text = program.render(
-                messages=said,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=True,
-                **self.special | (variables or {}),
-            )
-            return closed(text) if self.closes else text
-        except ValueError as error:
-            if self.system is not None and self._renders_without_system(messages, tools):
-                fault = f"takes no system message ({error})"
-                raise LocalError(
-                    f"{self.of_file} {fault}; drop --system", f"{self.title} {fault}; leave it out"
-                ) from None
-            raise refusal(self.of_file, error) from None
-
-    def _renders_without_system(self, messages: list[dict], tools: list[dict] | None) -> bool:
-        try:
-            replace(self, system=None).render_messages(messages, tools)
-        except ValueError:
-            return False
-        return True
-
-    def encode_messages(self, tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-        """Return the token ids of the prompt for the answer to messages.
-
-        messages: {"role": "system", "user" or "assistant", "content": text}, a system's first alone
-        Raises: ValueError for other ones.
-        """
-        for message in messages:
-            texts = [message.get("role"), message.get("content")]
-            if not all(isinstance(text, str) for text in texts):
-                form = '{"role": "user", "content": "text"}'
-                raise ValueError(f"a message is {form}; one is {str(message)[:100]}")
-        template = self
-        messages = words_as_text(tokenizer, messages)
-        if messages[0]["role"] == "system":
-            template = replace(self, system=messages[0]["content"])
-            messages = messages[1:]
-        if not messages or messages[-1]["role"] == "assistant":
-            raise ValueError("messages end with one of the user, which is answered")
-        text = template.render_messages(messages)
-        return tokenizer.encode(text, bos=self.bos, special=True)
-
-    def encode(self, tokenizer: Tokenizer, turns: list[str], answers: list[str]) -> list[int]:
-        """Return the token ids of the prompt for the next answer. Turns name no control tokens."""
-        turns = list(map(tokenizer.as_text, turns))
-        return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
-
-    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids that end an answer: EOS, and the token behind it in a rendered probe.
-
-        Raises: ValueError when the template cannot work with this tokenizer, fails, or leaves out
-        the system message.
-        """
-        token = lacking(self.name, tokenizer) if self.name else ""
-        if token:
-            others = [name for name in FIXED if not lacking(name, tokenizer)]
-            raise ValueError(
-                f"{self.title} needs the control token {token}, which this tokenizer lacks; leave "
-                "--chat out for the model's own template, or use --chat "
-                f"{' or '.join((*others, NO_TEMPLATE))}"
-            )
-        question, answer, another = PROBE
-        probe = ([question, another], [answer])
-        text = self.render(*probe)
-        # compared with another message, not with none: this one may be the template's own default
-        other = replace(self, system=f"{question} {self.system}")
-        if (self.system or "").strip() and text == other.render(*probe):
-            raise ValueError(f"{self.of_file} leaves out the system message; drop --system")
-        ends: tuple[int, ...] = ()
-        if tokenizer.id_of(END_OF_ANSWER) is None:  # else it ends each message of an answer
-            ends = tokenizer.ids_at_start(text.partition(answer)[2].lstrip())
-        return tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
-
-
-def words_as_text(tokenizer: Tokenizer, messages: list[dict]) -> list[dict]:
-    """Return messages in which the names of control tokens are text, but for the model's answers.
-
-    messages: with a text as the content
-    """
-    return [
-        message
-        if message["role"] == "assistant"
-        else message | {"content": tokenizer.as_text(message["content"])}
-        for message in messages
-    ]
-
-
-# ---------------------------------------------------------------------------------------- reading
 
 
 def template_text(path: Path, name: str = "default") -> str | None:
@@ -331,12 +159,13 @@ def chat_template(
     name: str = "",
     system: str | None = None,
     closes: bool = False,
-) -> ChatTemplate:
+) -> Any:
     """Make the fixed chat template called `name`, or for "" the checkpoint's own.
 
     path: the checkpoint
     system: the system message; None: the template's own
     closes: the thinking that it opens is closed, as every answer begins with a schema
+    Returns: a `files.jinja.ChatTemplate`.
     Raises: ValueError for an unknown name, and when the template is missing or broken.
     """
     if name and name not in FIXED:
@@ -353,13 +182,14 @@ def chat_template(
         raise ValueError(
             f"{path} has no chat template; use --chat NAME with one of {', '.join(FIXED)}"
         )
-    compiled = load_part("reader", "jinja")  # jinja2, which other checkpoints do without
+    jinja = load_part("reader", "jinja")  # it needs jinja2, which other checkpoints do without
     try:
-        program_of_tools = None if of_tools is None else compiled(of_tools)
-        program = compiled(text)
+        of_tools = None if of_tools is None else jinja.Template(of_tools)
+        return jinja.ChatTemplate(
+            path, name, jinja.Template(text), of_tools, tokenizer.special, system, closes
+        )
     except ValueError as error:
         raise refusal(f"{path}: its chat template", error) from None
-    return ChatTemplate(path, name, program, program_of_tools, tokenizer.special, system, closes)
 
 
 class OnTerminal:
@@ -368,8 +198,8 @@ class OnTerminal:
     DIM = "\033[2m"
     PLAIN = "\033[0m"
 
-    def __init__(self, template: ChatTemplate | None):
-        """template: None for a text that goes on, which has no thinking"""
+    def __init__(self, template: Any):
+        """template: the conversation's; None for a text that goes on, which has no thinking"""
         self.thinking = Thinking(template.thinks) if template and has_colours() else None
         self.thought = False  # thinking is shown, and no answer yet
 
@@ -394,7 +224,7 @@ class TextFiles(NamedTuple):
     """The text side of a checkpoint."""
 
     tokenizer: Tokenizer | None  # None: only ids go in and out
-    template: ChatTemplate | None  # None: texts go on as they are
+    template: Any  # a `files.jinja.ChatTemplate`; None: texts go on as they are
 
 
 def template_name(path: Path, config: Any) -> str | None:

@@ -62,20 +62,10 @@ def only(*values: str) -> Rule:
 
 
 FLAG = Rule("true or false", lambda v: type(v) is bool)
-
-
 TEXT = Rule("a text", lambda v: type(v) is str)
-
-
 NAMES = Rule("a list of names", lambda v: type(v) is list and all(type(name) is str for name in v))
-
-
 OBJECT = Rule("an object", lambda v: type(v) is dict)
-
-
 TOKEN_ID = integer(0, 2**32 - 1)
-
-
 TOKEN_IDS = Rule(
     "a token id, a whole number from 0 on, or a list of such; -1: none",
     lambda v: all(map(integer(-1, 2**32 - 1).holds, v if type(v) is list else [v])),

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import Any
 
 from drafts.grammar import STYLE, without_formats
-from files.chat import ChatTemplate
+from files.jinja import ChatTemplate
 from files.thinking import FINAL, behind_thinking, without_opening
 from files.tokenizer import Tokenizer
 from options import require

@@ -26,8 +26,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from files.chat import FIXED, ChatTemplate
+from files.chat import FIXED
 from files.io import read_json, read_jsonl, replace_file, write_text
+from files.jinja import ChatTemplate
 from files.tokenizer import Tokenizer
 from model import DTYPES, Transformer
 from options import require

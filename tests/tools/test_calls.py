@@ -18,7 +18,8 @@ from test_tokenizer import build_json, write  # noqa: E402
 from test_tool_calls import ASKED, OPENS, WEATHER, tool  # noqa: E402
 
 from drafts.grammar import _vocabulary  # noqa: E402
-from files.chat import ChatTemplate, chat_template  # noqa: E402
+from files.chat import chat_template  # noqa: E402
+from files.jinja import ChatTemplate  # noqa: E402
 from files.thinking import behind_thinking, without_opening  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from server.bodies import Chat  # noqa: E402
