@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,31 +39,79 @@ def assert_as_in_transformers(path: Path, reference=None):
         torch.testing.assert_close(ours.logits(features), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_tied_model_with_the_lm_head_alone(tmp_path, capsys):
-    def head_alone(tensors):
-        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-        return tensors
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BIAS = "model.layers.1.self_attn.q_proj.bias"
+Tensors = dict[str, torch.Tensor]
 
-    model = hf_model(tie_word_embeddings=True)
-    path = saved(model, tmp_path, tensors=head_alone)
+
+class Case(NamedTuple):
+    """A change of a directory that transformers wrote."""
+
+    model: dict = {}  # options of the model
+    config: dict | None = None  # keys of config.json
+    tensors: Callable[[Tensors], Tensors] | None = None
+    note: str = ""  # what is said on standard error, besides nothing
+    refused: str = ""  # what the one line says; "": the logits are those of transformers
+
+
+def head_alone(held: Tensors) -> Tensors:
+    return {LM_HEAD if name == EMBEDDING else name: value for name, value in held.items()}
+
+
+def both(held: Tensors, same: bool) -> Tensors:
+    embedding = held[EMBEDDING]
+    return held | {LM_HEAD: embedding.clone() if same else embedding.flip(0)}
+
+
+def further(held: Tensors) -> Tensors:
+    """Zero biases, and parts beside the model."""
+    sizes = {"q": 64, "k": 32, "v": 32}
+    name = "model.layers.{}.self_attn.{}_proj.bias".format
+    zeros = {name(i, part): torch.zeros(n) for part, n in sizes.items() for i in range(2)}
+    return held | zeros | {"vision_tower.x.weight": torch.ones(2), "score.weight": torch.ones(2, 64)}  # fmt: skip
+
+
+def without(end: str) -> Callable[[Tensors], Tensors]:
+    return lambda held: {name: value for name, value in held.items() if not name.endswith(end)}
+
+
+TIED, BIASES = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
+MLX = {"group_size": 32, "bits": 4, "model.embed_tokens": False}
+NOT_MLX = "quantized by MLX are not supported here; use the original"
+CASES = {
+    "tied, the LM head alone": Case(TIED, None, head_alone),
+    "tied, both": Case(TIED, None, partial(both, same=True)),
+    "tied, and another LM head": Case(  # both are used, as in transformers 5
+        TIED, None, partial(both, same=False), "tie_word_embeddings is true, and lm_head.weight is not the embedding: both are used",
+    ),
+    "another name of the activation": Case(config={"hidden_act": "swish"}),
+    "further tensors": Case(tensors=further, note="2 weight(s) of other parts are not used: score.weight, vision_tower.x.weight"),
+    # those of a LLaMA made of a Qwen: of q, k and v alone. transformers starts the others at zero
+    **{f"without {end}": Case(BIASES, None, without(end), "missing bias(es) are zero: model.layers.")
+       for end in (".o_proj.bias", ".k_proj.bias", "mlp.down_proj.bias", "1.self_attn.q_proj.bias")},
+    "without any bias": Case(config={"attention_bias": True}, refused="8 missing weight.s.: model.layers.0.self_attn.k_proj.bias"),
+    "a bias too many": Case(tensors=lambda held: held | {BIAS: torch.ones(64)}, refused=f"1 unexpected weight.s.: {BIAS}; does config.json fit"),
+    "MLX": Case(config={"quantization": MLX}, refused=NOT_MLX),
+    "MLX, older": Case(config={"quantization_config": MLX}, refused=NOT_MLX),
+    "no MLX": Case(config={"quantization": {}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_directories_of_others(tmp_path, capsys, name):
+    case = CASES[name]
+    model = hf_model(**case.model)
+    path = saved(model, tmp_path, case.config or {}, tensors=case.tensors)
+    if case.refused:
+        with pytest.raises(ValueError, match=case.refused):
+            load_model(path)
+        return
+    reference = model if case.tensors is head_alone else None  # which transformers does not read
     capsys.readouterr()
-    assert_as_in_transformers(path, model)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_a_tied_model_with_both(tmp_path, capsys, same):
-    """Two matrices that differ are both used, as in transformers 5, and a note says it."""
-
-    def both(tensors):
-        embedding = tensors["model.embed_tokens.weight"]
-        return tensors | {"lm_head.weight": embedding.clone() if same else embedding.flip(0)}
-
-    path = saved(hf_model(tie_word_embeddings=True), tmp_path, tensors=both)
-    assert_as_in_transformers(path)
-    differ = "tie_word_embeddings is true, and lm_head.weight is not the embedding: both are used"
-    said = capsys.readouterr().err
-    assert (f"note: {path}: {differ}\n" in said) == (not same)
+    assert_as_in_transformers(path, reference)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [note.startswith(f"note: {path}: ") for note in notes] == [True] * bool(case.note)
+    assert all(case.note in note for note in notes)
 
 
 def test_the_layers_saved_alone(tmp_path):
@@ -80,57 +131,11 @@ def test_no_architectures(tmp_path, family, value):
     assert_as_in_transformers(path, model)
 
 
-def test_another_name_of_the_activation(tmp_path):
-    path = saved(hf_model(), tmp_path, {"hidden_act": "swish"})
-    assert_as_in_transformers(path)
-
-
 def test_no_end_of_sequence(tmp_path):
     path = saved(hf_model(), tmp_path, {"eos_token_id": -1, "bos_token_id": -1})
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 5]}))
     assert read_config(path).eos_ids == (5,)
     assert_as_in_transformers(path)
-
-
-def test_further_tensors(tmp_path, capsys):
-    """Zero biases and parts beside the model change nothing; a note names the parts."""
-
-    def more(tensors):
-        for part, outputs in (("q", 64), ("k", 32), ("v", 32)):
-            for layer in range(2):
-                name = f"model.layers.{layer}.self_attn.{part}_proj.bias"
-                tensors[name] = torch.zeros(outputs)
-        others = {"vision_tower.x.weight": torch.ones(2), "score.weight": torch.ones(2, 64)}
-        return tensors | others
-
-    path = saved(hf_model(), tmp_path, tensors=more)
-    assert_as_in_transformers(path)
-    said = capsys.readouterr().err
-    unused = "2 weight(s) of other parts are not used: score.weight, vision_tower.x.weight"
-    assert f"note: {path}: {unused}\n" in said
-
-
-@pytest.mark.parametrize(
-    "missing", [".o_proj.bias", ".k_proj.bias", "mlp.down_proj.bias", "1.self_attn.q_proj.bias"]
-)
-def test_biases_of_some_layers(tmp_path, capsys, missing):
-    """Those of a LLaMA made of a Qwen: of q, k and v alone. transformers starts the others at zero."""
-
-    def without(tensors):
-        return {name: value for name, value in tensors.items() if not name.endswith(missing)}
-
-    model = hf_model(attention_bias=True, mlp_bias=True)
-    path = saved(model, tmp_path, tensors=without)
-    assert_as_in_transformers(path)
-    assert "missing bias(es) are zero: model.layers." in capsys.readouterr().err
-
-
-def test_a_model_without_any_bias_that_its_config_names(tmp_path):
-    path = saved(hf_model(), tmp_path, {"attention_bias": True})
-    with pytest.raises(
-        ValueError, match="8 missing weight.s.: model.layers.0.self_attn.k_proj.bias"
-    ):
-        load_model(path)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -143,18 +148,6 @@ def test_an_index_beside_one_whole_file(tmp_path, old):
         others = {name: value + 1 for name, value in load_file(path / "model.safetensors").items()}
         save_file(others, path / "model-00001-of-00001.safetensors", {"format": "pt"})
     assert_as_in_transformers(path)
-
-
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_weights_quantized_by_mlx_are_named(tmp_path, key):
-    of_mlx = {"group_size": 32, "bits": 4, "model.embed_tokens": False}
-    path = saved(hf_model(), tmp_path, {key: of_mlx})
-    with pytest.raises(
-        ValueError, match="quantized by MLX are not supported here; use the original"
-    ):
-        load_model(path)
-    saved(hf_model(), tmp_path, {key: {}} if key == "quantization" else {key: ...})
-    assert_as_in_transformers(path, hf_model())
 
 
 @pytest.mark.parametrize(
@@ -180,13 +173,6 @@ def test_pointers_of_tokenizers(tmp_path, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match=f"{name}: it is a Git LFS pointer"):
         Tokenizer.load(tmp_path)
-
-
-def test_a_bias_that_is_not_zero_is_refused(tmp_path):
-    name = "model.layers.1.self_attn.q_proj.bias"
-    path = saved(hf_model(), tmp_path, tensors=lambda held: held | {name: torch.ones(64)})
-    with pytest.raises(ValueError, match=f"1 unexpected weight.s.: {name}; does config.json fit"):
-        load_model(path)
 
 
 def test_an_adapter_is_named(tmp_path):
