@@ -114,7 +114,6 @@ OLDER = [
     {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2},
     {"sliding_window_pattern": ..., "_sliding_window_pattern": 6},
-    {"dtype": "auto"},
 ]
 
 
@@ -125,6 +124,12 @@ def test_the_keys_of_older_files(tmp_path, changes):
     read = transformers.Gemma3ForCausalLM.from_pretrained
     reference = read(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
     assert_same_logits(load_model(tmp_path, torch.float32), reference)
+
+
+def test_a_dtype_auto_is_that_of_the_weights(tmp_path):
+    model = random_model()
+    path = tiny_models.saved(model, tmp_path, {"dtype": "auto"})
+    assert_same_logits(load_model(path), model)
 
 
 def test_missing_keys_have_gemmas_defaults(tmp_path):

@@ -704,7 +704,7 @@ def test_metadata_that_is_refused(capsys, whole, tmp_path, how):
 
 UP = "blk.1.ffn_up"
 REFUSED_TENSORS = [  # the tensor, a function of its content or None: left out, what the line says
-    ("", lambda w: (Kind.I8, np.zeros(w.shape, np.int8)), f"{UP}.weight has the type I8, which is not one of F32, F16, BF16, Q8_0"),
+    ("", lambda w: (Kind.I8, np.zeros(w.shape, np.int8)), f"{UP}.weight has the type I8, which is not one of F32, F16, BF16, I64, Q8_0"),
     ("", lambda w: (Kind.IQ4_NL, np.zeros((96, 36), np.uint8)), f"{UP}.weight has the type IQ4_NL"),
     ("model.layers.0.other.weight", lambda w: w, "1 unexpected weight(s): model.layers.0.other.weight"),
     ("", None, "m.gguf: 1 missing weight(s): model.layers.1.mlp.up_proj.weight; use another file"),
