@@ -168,6 +168,8 @@ class ChatTemplate:
         variables: further ones of the template, as enable_thinking
         Raises: ValueError when the template fails; it says whether --system is the cause.
         """
+        if self.name and variables:
+            raise ValueError(f"{self.title} knows no {', '.join(variables)}; leave that out")
         said = messages
         if self.system is not None:
             said = [{"role": "system", "content": self.system}, *messages]
