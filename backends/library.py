@@ -3,8 +3,8 @@
 Functions of a cycle and of a layer are chosen once, while loading (chosen.py): C++ in `cpp/` for
 CPUs, Triton in `triton/` for CUDA, plain PyTorch in reference.py. Elsewhere are whole passes of a
 model and of a draft head (cpp/layers.py; their references are model.py and eagle_draft.py).
-All are registered with `torch.library`, so that a step that uses them compiles with
-`fullgraph=True`.
+All are registered with `torch.library`. A step that uses those in Python and Triton compiles with
+`fullgraph=True`; those in C++ are called as they are, as nothing is compiled on a CPU.
 """
 
 from __future__ import annotations

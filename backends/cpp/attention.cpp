@@ -20,6 +20,7 @@
 #include "exponential.h"
 #include "kv_codes.h"
 #include "operands.h"
+#include "operators.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -351,26 +352,10 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return y;
 }
 
-}  // namespace attention
-
-#include "operators.h"
-
-namespace attention {
-
-// The result, empty, where steps are traced.
-at::Tensor empty_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor&,
-                           const at::Tensor&, const at::Tensor&,
-                           const std::optional<at::Tensor>&, double,
-                           const std::optional<at::Tensor>&) {
-  return at::empty({q.size(0), q.size(1), q.size(2) * q.size(3)}, q.options());
-}
-
 OPERATORS(m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor mask, Tensor? first=None, "
-      "float scale=0.0, Tensor? sinks=None) -> Tensor");
-  m.impl("attention", at::kCPU, attention);
-  m.impl("attention", at::kMeta, empty_attention);
+      "float scale=0.0, Tensor? sinks=None) -> Tensor", cpu(attention));
 }
 
 }  // namespace attention

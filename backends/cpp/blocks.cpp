@@ -337,9 +337,8 @@ void read_rows(const at::Tensor& data, const std::optional<at::Tensor>& table,
   for (int64_t r = 0; r < rows.numel(); r++)
     within(row[r], weight.n, "a row");  // threads cannot refuse
   fill(out, [&](auto* y) {
-    parallel(rows.numel(), std::max<int64_t>(1, GRAIN / weight.k), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r++) read_row(weight, row[r], y + r * weight.k);
-    });
+    each_row(rows.numel(), GRAIN / weight.k,
+             [&](int64_t r) { read_row(weight, row[r], y + r * weight.k); });
   });
 }
 
@@ -350,12 +349,13 @@ int64_t weight_bytes(int64_t layout, int64_t n, int64_t k, int64_t group) {
 
 OPERATORS(m) {
   m.def("weight_bytes(int layout, int n, int k, int group) -> int", weight_bytes);
-  m.def("widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()");
-  m.impl("widen_blocks", at::kCPU, widen_blocks);
-  m.def("pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool");
-  m.impl("pack_blocks", at::kCPU, pack_blocks);
-  m.def("read_rows(Tensor weight, Tensor? table, Tensor rows, Tensor(a!) out) -> ()");
-  m.impl("read_rows", at::kCPU, read_rows);
+  m.def("widen_blocks(Tensor content, int type, Tensor(a!) out) -> ()", cpu(widen_blocks));
+  m.def(
+      "pack_blocks(Tensor content, int type, Tensor? order, Tensor(a!) out) -> bool",
+      cpu(pack_blocks));
+  m.def(
+      "read_rows(Tensor weight, Tensor? table, Tensor rows, Tensor(a!) out) -> ()",
+      cpu(read_rows));
 }
 
 }  // namespace blocks

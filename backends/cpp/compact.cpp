@@ -18,7 +18,6 @@ constexpr int64_t GRAIN = 1 << 15;  // bytes that pay for a thread's wake-up
 // Computes `compact` of reference.py, for any dtype. buffers: each [B, H, S, E]; start:
 // [B]; path: [B, D+1]. Writes: the buffers.
 void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor& path) {
-  if (start.is_meta()) return;
   const int64_t B = buffers[0].size(0);
   const int64_t H = buffers[0].size(1);
   const int64_t S = buffers[0].size(2);
@@ -54,9 +53,7 @@ void move_rows(at::TensorList buffers, const at::Tensor& start, const at::Tensor
 }
 
 OPERATORS(m) {
-  m.def("move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()");
-  m.impl("move_rows", at::kCPU, move_rows);
-  m.impl("move_rows", at::kMeta, move_rows);
+  m.def("move_rows(Tensor(a!)[] buffers, Tensor start, Tensor path) -> ()", cpu(move_rows));
 }
 
 }  // namespace compact

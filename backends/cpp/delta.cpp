@@ -182,24 +182,22 @@ at::Tensor convolve(const Pass& pass, const float* conv, const at::TensorOptions
   float* to = mixed.mutable_data_ptr<float>();
   const int64_t chunks = (pass.channels + CHUNK - 1) / CHUNK;
   for (const Sequence& of : pass.sequences) {
-    parallel((of.count + pass.T) * chunks, GRAIN / (8 * CHUNK), [&](int64_t begin, int64_t end) {
-      for (int64_t piece = begin; piece < end; piece++) {
-        const int64_t r = piece / chunks, first = piece % chunks * CHUNK;
-        const int64_t last = std::min(pass.channels, first + CHUNK);
-        const float* taps[TAPS];  // the row's own, the one before ...
-        int64_t at = r;
-        for (const float*& tap : taps) {
-          tap = pass.raw(of, at) + first;
-          at = of.above(at);
-        }
-        float sums[CHUNK] = {};  // of no alias, so that the loops vectorize
-        for (int64_t tap = 0; tap < TAPS; tap++) {
-          const float* weights = conv + (TAPS - 1 - tap) * pass.channels + first;
-          for (int64_t c = 0; c < last - first; c++) sums[c] += taps[tap][c] * weights[c];
-        }
-        float* y = to + (of.first + r) * pass.channels + first;
-        for (int64_t c = 0; c < last - first; c++) y[c] = f(sums[c]);
+    each_row((of.count + pass.T) * chunks, GRAIN / (8 * CHUNK), [&](int64_t piece) {
+      const int64_t r = piece / chunks, first = piece % chunks * CHUNK;
+      const int64_t last = std::min(pass.channels, first + CHUNK);
+      const float* taps[TAPS];  // the row's own, the one before ...
+      int64_t at = r;
+      for (const float*& tap : taps) {
+        tap = pass.raw(of, at) + first;
+        at = of.above(at);
       }
+      float sums[CHUNK] = {};  // of no alias, so that the loops vectorize
+      for (int64_t tap = 0; tap < TAPS; tap++) {
+        const float* weights = conv + (TAPS - 1 - tap) * pass.channels + first;
+        for (int64_t c = 0; c < last - first; c++) sums[c] += taps[tap][c] * weights[c];
+      }
+      float* y = to + (of.first + r) * pass.channels + first;
+      for (int64_t c = 0; c < last - first; c++) y[c] = f(sums[c]);
     });
   }
   return mixed;
@@ -388,7 +386,7 @@ at::Tensor delta_rule(const at::Tensor& x, const State& state, const Window& win
   const int64_t work = pass.rows / B * pass.size.numbers();
   float* states = state.state.mutable_data_ptr<float>();
   float* to = y.mutable_data_ptr<float>();
-  parallel(B * H, std::max<int64_t>(1, GRAIN / work), [&](int64_t begin, int64_t end) {
+  parallel(B * H, GRAIN / work, [&](int64_t begin, int64_t end) {
     States unused((pass.size.keys + 1) * COLUMNS);
     for (int64_t i = begin; i < end; i++) {
       float* own = states + i / H * state.state.stride(0) + i % H * pass.size.numbers();
@@ -450,8 +448,7 @@ OPERATORS(m) {
   m.def(
       "delta_rule(Tensor x, Tensor(a!) state, Tensor(b!) inputs, Tensor(c!) length, Tensor slots, "
       "Tensor start, Tensor mask, Tensor? kept, Tensor conv, Tensor gates, Tensor gain, float eps, "
-      "bool tiled) -> Tensor");
-  m.impl("delta_rule", at::kCPU, as_operator);
+      "bool tiled) -> Tensor", cpu(as_operator));
 }
 
 }  // namespace delta

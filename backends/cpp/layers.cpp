@@ -3,8 +3,8 @@
 // 1. Lists are made in Python (steps.py; model.py and models/ for models, eagle_draft.py for heads)
 //    and passed once, with their weights (`prepare_steps`). A step reads a register of rows, and
 //    writes one.
-// 2. `run` is one switch over the steps, with the matmuls and the attention of the other files
-//    between them. As separate operators, the hundreds of small ones of a pass cost more in
+// 2. `run` calls the function of each step (OPS), with the matmuls and the attention of the other
+//    files between them. As separate operators, the hundreds of small ones of a pass cost more in
 //    dispatch, guards and allocations than in work.
 // 3. All rows are in fp32, as in Python; keys, values and features are kept in bfloat16.
 //
@@ -19,6 +19,7 @@
 #include "matmul.h"
 #include "numbers.h"
 #include "operands.h"
+#include "operators.h"
 #include "rotary.h"
 #include "threads.h"
 #include "tree.h"
@@ -42,14 +43,6 @@ constexpr int64_t GRAIN = 1 << 14;  // elements that pay for a thread's wake-up
 
 const Value* data(const at::Tensor& t) { return t.const_data_ptr<Value>(); }
 const float* rows_of(const at::Tensor& t) { return t.const_data_ptr<float>(); }
-
-// Calls f(row) for all rows, on several threads where that pays.
-template <class F>
-void each_row(int64_t rows, int64_t width, const F& f) {
-  parallel(rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) f(r);
-  });
-}
 
 // ----------------------------------------------------------------------------------------- weights
 
@@ -102,7 +95,7 @@ at::Tensor norm(const at::Tensor& x, const at::Tensor& gain, double eps) {
   with_gain(gain, [&](const auto* w) {
     fill(y, [&]<class T>(T* to) {
       const T* from = x.const_data_ptr<T>();
-      each_row(x.numel() / width, width,
+      each_row(x.numel() / width, GRAIN / width,
                [&](int64_t r) { norm_row(from + r * width, w, width, eps, to + r * width); });
     });
   });
@@ -115,7 +108,7 @@ at::Tensor scale(const at::Tensor& x, double factor) {
   const int64_t width = x.size(-1);
   const float* from = rows_of(x);
   float* to = y.mutable_data_ptr<float>();
-  each_row(x.numel() / width, width, [&](int64_t r) {
+  each_row(x.numel() / width, GRAIN / width, [&](int64_t r) {
     for (int64_t i = r * width; i < (r + 1) * width; i++) to[i] = from[i] * float(factor);
   });
   return y;
@@ -127,7 +120,7 @@ void add_to(const at::Tensor& x, at::Tensor& y) {
   const int64_t width = x.size(-1);
   const float* from = rows_of(x);
   float* to = y.mutable_data_ptr<float>();
-  each_row(x.numel() / width, width, [&](int64_t r) {
+  each_row(x.numel() / width, GRAIN / width, [&](int64_t r) {
     for (int64_t i = r * width; i < (r + 1) * width; i++) to[i] += from[i];
   });
 }
@@ -150,7 +143,7 @@ at::Tensor gate_by(const at::Tensor& both, const F& f) {
   fill(y, [&]<class T>(T* to) {
     const T* from = both.const_data_ptr<T>();
     // an exponential is worth several sums
-    each_row(y.numel() / inner * chunks, 8 * CHUNK, [&](int64_t piece) {
+    each_row(y.numel() / inner * chunks, GRAIN / (8 * CHUNK), [&](int64_t piece) {
       const int64_t r = piece / chunks, first = piece % chunks * CHUNK;
       const int64_t n = std::min(CHUNK, inner - first);
       const T *gates = from + r * 2 * inner + first, *ups = gates + inner;
@@ -213,7 +206,7 @@ Routes route(const at::Tensor& x, const at::Tensor& scores, const at::Tensor& ev
   int64_t* expert = to.expert.mutable_data_ptr<int64_t>();
   float* share = to.share.mutable_data_ptr<float>();
   float* copy = to.rows.mutable_data_ptr<float>();
-  each_row(rows, chosen * width, [&](int64_t r) {
+  each_row(rows, GRAIN / (chosen * width), [&](int64_t r) {
     const float* of = all + r * experts;
     int64_t* best = expert + r * chosen;
     for (int64_t e = 0; e < experts; e++) {
@@ -267,7 +260,7 @@ at::Tensor merge(const at::Tensor& y, const Routes& routes, const at::Tensor& x)
   const at::Tensor sum = empty_rows(x, width, at::kFloat);
   const float *from = rows_of(y), *share = routes.share.const_data_ptr<float>();
   float* to = sum.mutable_data_ptr<float>();
-  each_row(rows, chosen * width, [&](int64_t r) {
+  each_row(rows, GRAIN / (chosen * width), [&](int64_t r) {
     for (int64_t i = 0; i < width; i++) {
       float total = 0;
       for (int64_t p = r * chosen; p < (r + 1) * chosen; p++)
@@ -324,7 +317,7 @@ void norm_heads(at::Tensor& qkv, int64_t heads, int64_t kv_heads,
   with_gain(*gains[0], [&]<class W>(const W* of_q) {
     const W* of_k = gains[1]->const_data_ptr<W>();
     const W* of_v = gains[2] ? gains[2]->const_data_ptr<W>() : nullptr;
-    each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
+    each_row(qkv.numel() / (all * e), GRAIN / (all * e), [&](int64_t r) {
       for (int64_t h = 0; h < normed; h++) {
         float* head = to + (r * all + h) * e;
         norm_row(head, h < heads ? of_q : h < heads + kv_heads ? of_k : of_v, e, eps, head);
@@ -355,7 +348,7 @@ at::Tensor rotate_and_store(const at::Tensor& qkv, int64_t kv_heads, const at::T
   const float *cos = rows_of(std::get<0>(rope)), *sin = rows_of(std::get<1>(rope));
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   const float* all = rows_of(qkv);
-  each_row(B * count, (heads + 2 * kv_heads) * e, [&](int64_t r) {
+  each_row(B * count, GRAIN / ((heads + 2 * kv_heads) * e), [&](int64_t r) {
     const float* from = all + r * (heads + 2 * kv_heads) * e;
     std::vector<float> key(e);
     for (int64_t h = 0; h < heads; h++)
@@ -381,7 +374,7 @@ std::array<at::Tensor, 2> split_gate(const at::Tensor& qkv, int64_t heads, int64
   const at::Tensor gates = empty_rows(qkv, inner, at::kFloat);
   const float* from = rows_of(qkv);
   float *to = rest.mutable_data_ptr<float>(), *to_gates = gates.mutable_data_ptr<float>();
-  each_row(qkv.numel() / width, width, [&](int64_t r) {
+  each_row(qkv.numel() / width, GRAIN / width, [&](int64_t r) {
     const float* row = from + r * width;
     float* y = to + r * (width - inner);
     for (int64_t h = 0; h < heads; h++) {
@@ -401,7 +394,7 @@ at::Tensor split_pairs(const at::Tensor& qkv, int64_t heads, int64_t turned) {
   const at::Tensor y = qkv.clone();
   const float* from = rows_of(qkv);
   float* to = y.mutable_data_ptr<float>();
-  each_row(qkv.numel() / (all * e), all * e, [&](int64_t r) {
+  each_row(qkv.numel() / (all * e), GRAIN / (all * e), [&](int64_t r) {
     for (int64_t h = r * all; h < r * all + heads; h++)
       for (int64_t i = 0; i < half; i++) {
         to[h * e + i] = from[h * e + 2 * i];
@@ -419,7 +412,7 @@ at::Tensor gate_output(const at::Tensor& x, const at::Tensor& gate) {
   const at::Tensor y = at::empty(x.sizes(), x.options());
   const float *from = rows_of(x), *gates = rows_of(gate);
   float* to = y.mutable_data_ptr<float>();
-  each_row(x.numel() / width, width, [&](int64_t r) {
+  each_row(x.numel() / width, GRAIN / width, [&](int64_t r) {
     for (int64_t i = 0; i < width; i++) {
       const float g = gates[each == 1 ? r : r * width + i], e = exponential(g < 0 ? g : -g);
       to[r * width + i] = from[r * width + i] * ((g < 0 ? e : 1.0f) / (1.0f + e));
@@ -441,7 +434,7 @@ void copy_columns(const at::Tensor& x, const at::Tensor& y, int64_t first) {
   const int64_t width = x.size(-1), whole = y.size(-1);
   const float* from = rows_of(x);
   fill(y, [&](auto* to) {
-    each_row(x.numel() / width, width, [&](int64_t r) {
+    each_row(x.numel() / width, GRAIN / width, [&](int64_t r) {
       for (int64_t i = 0; i < width; i++) put(to + r * whole + first + i, from[r * width + i]);
     });
   });
@@ -455,7 +448,7 @@ at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
   const at::Tensor y = empty_rows(x, width, at::kFloat);
   float* to = y.mutable_data_ptr<float>();
   const auto copy = [&](const auto* from) {
-    each_row(y.numel() / width, width, [&](int64_t r) {
+    each_row(y.numel() / width, GRAIN / width, [&](int64_t r) {
       for (int64_t i = 0; i < width; i++) to[r * width + i] = widen(from[r * whole + first + i]);
     });
   };
@@ -464,6 +457,11 @@ at::Tensor columns_of(const at::Tensor& x, int64_t first, int64_t width) {
   else
     copy(data(x));
   return y;
+}
+
+// The columns of x from `first` on.
+at::Tensor columns_from(const at::Tensor& x, int64_t first) {
+  return columns_of(x, first, x.size(-1) - first);
 }
 
 // a [..., F] and b [..., G] -> [..., F + G], side by side.
@@ -498,28 +496,13 @@ at::Tensor embed(const at::Tensor& tokens, const at::Tensor& weight,
 
 // ---------------------------------------------------------------------------------------- the list
 
-enum class Op {
-  NORM, PART_NORM, PROJECT, HEAD_NORM, ROTATE, ATTEND, ADD, SILU, GELU_TANH, CLAMPED_SWIGLU, ROUTE,
-  MERGE, COPY, COLUMNS, BESIDE, SPLIT_GATE, SPLIT_PAIRS, GATE_OUTPUT,
-  DELTA_RULE, SHORT_CONV, KEYS_AS_VALUES, SCALE, LOOK_UP, GATE_PER_LAYER
-};
-constexpr std::pair<const char*, Op> OPS[] = {
-    {"norm", Op::NORM},     {"part_norm", Op::PART_NORM}, {"project", Op::PROJECT},
-    {"silu", Op::SILU},     {"head_norm", Op::HEAD_NORM}, {"gelu_tanh", Op::GELU_TANH},
-    {"rotate", Op::ROTATE}, {"attend", Op::ATTEND},       {"add", Op::ADD},
-    {"route", Op::ROUTE},   {"merge", Op::MERGE},         {"copy", Op::COPY},
-    {"beside", Op::BESIDE}, {"columns", Op::COLUMNS},     {"clamped_swiglu", Op::CLAMPED_SWIGLU},
-    {"split_gate", Op::SPLIT_GATE}, {"gate_output", Op::GATE_OUTPUT},
-    {"delta_rule", Op::DELTA_RULE}, {"split_pairs", Op::SPLIT_PAIRS},
-    {"short_conv", Op::SHORT_CONV},
-    {"keys_as_values", Op::KEYS_AS_VALUES}, {"scale", Op::SCALE},
-    {"look_up", Op::LOOK_UP}, {"gate_per_layer", Op::GATE_PER_LAYER},
-};
 // In the order of REGISTERS in layers.py.
 enum Register { STREAM, H, EMBEDDED, FEATURES, NORMED, GATE, SHARED, PER_LAYER, REGISTERS };
 
+struct Machine;
 struct Step {  // operands: what steps.py beside this says of each kind
-  Op op;
+  std::string op;
+  at::Tensor (*run)(Machine&, const Step&);
   Register source, to;
   int64_t layer;  // -1: before the first
   int64_t counts[4];
@@ -542,25 +525,19 @@ struct Program {        // steps, and what a pass begins with
   std::vector<double> factors;
 };
 
-Op op_of(const std::string& name) {
-  for (const auto& [known, op] : OPS)
-    if (name == known) return op;
-  TORCH_CHECK(false, "there is no step ", name);
-}
-
 // Lets every projection know the one behind it, whose weight may be fetched meanwhile. Experts are
 // known only when they are chosen.
 void link_projections(std::vector<Step>& steps) {
   const at::Tensor* next = nullptr;
   for (int64_t i = int64_t(steps.size()) - 1; i >= 0; i--) {
     Step& step = steps[i];
-    const bool is_projection = step.op == Op::PROJECT;
+    const bool is_projection = step.op == "project";
     const bool is_mixture = is_projection && step.counts[1];
     if (is_projection && !is_mixture) {
       step.next = next;
       next = &step.weight();
     }
-    if (is_mixture || step.op == Op::ROUTE) next = nullptr;
+    if (is_mixture || step.op == "route") next = nullptr;
   }
 }
 
@@ -574,8 +551,7 @@ const Program& program_in(const at::Tensor& holder) {
 
 // ------------------------------------------------------------------------------------- the machine
 
-class Machine {
- public:
+struct Machine {
   std::optional<at::Tensor> rows[REGISTERS];  // [B, T, F] each
   at::Tensor tokens;                          // [B, T] int64
 
@@ -613,14 +589,13 @@ class Machine {
         copy_columns(stream, *kept, int64_t(++tap) * stream.size(-1));
       }
       begun = step.layer;
-      rows[step.to] = result(step);
+      rows[step.to] = step.run(*this, step);
     }
     TORCH_CHECK(tap == aux_layers.size(), "aux_layers must ascend, from 0 to ", program.layers,
                 "; they are ", aux_layers);
     return at(H);
   }
 
- private:
   const Program& program;
   const Cache* cache = nullptr;
   at::Tensor slots;
@@ -634,6 +609,8 @@ class Machine {
     return *rows[of];
   }
 
+  const at::Tensor& source(const Step& step) const { return at(step.source); }
+
   // Takes a register, for a step that works in place. What another register still holds is copied.
   at::Tensor take(Register of) {
     at::Tensor x = at(of);
@@ -641,56 +618,16 @@ class Machine {
     return x.use_count() > 1 ? x.clone() : x;
   }
 
-  at::Tensor result(const Step& step) {
-    if (step.op == Op::HEAD_NORM) return head_norm(take(step.source), step);
-    if (step.op == Op::LOOK_UP)
-      return scale(embed(tokens, step.weight(0), step.weights[1]), step.numbers[0]);
-    if (step.op == Op::ADD) return add(take(step.source), Register(step.counts[0]));
-    const at::Tensor& x = at(step.source);
-    switch (step.op) {
-      case Op::NORM: return norm(x, step.weight(), step.numbers[0]);
-      case Op::PART_NORM: return norm_part(x, step);
-      case Op::PROJECT: return project(x, step);
-      case Op::ROTATE: return rotate(x, step);
-      case Op::ATTEND: return attend_by(x, step);
-      case Op::SILU: return gate<Activation::SILU>(x);
-      case Op::GELU_TANH: return gate<Activation::GELU_TANH>(x);
-      case Op::CLAMPED_SWIGLU: return clamped_gate(x, step.numbers[0], step.numbers[1]);
-      case Op::ROUTE: return choose(x, step);
-      case Op::MERGE: return merge(x, routes, at(STREAM));
-      case Op::COPY: return x;
-      case Op::COLUMNS: return columns_of(x, step.counts[0], x.size(-1) - step.counts[0]);
-      case Op::GATE_OUTPUT: return gate_output(x, at(GATE));
-      case Op::SPLIT_GATE: return split(x, step);
-      case Op::SCALE: return scale(x, rows_of(step.weight())[0]);
-      case Op::KEYS_AS_VALUES: {
-        const int64_t first = step.counts[0];
-        return side_by_side(x, columns_of(x, first, x.size(-1) - first));
-      }
-      case Op::GATE_PER_LAYER: {
-        const int64_t width = step.counts[0];
-        const at::Tensor own = columns_of(at(PER_LAYER), step.layer * width, width);
-        return gate<Activation::GELU_TANH>(side_by_side(x, own));
-      }
-      case Op::SPLIT_PAIRS:
-        return split_pairs(as_heads(x, step), step.counts[0] + step.counts[1], step.counts[3]);
-      case Op::DELTA_RULE:
-      case Op::SHORT_CONV: return recur(x, step);
-      case Op::BESIDE: return side_by_side(x, at(Register(step.counts[0])));
-      default: break;
-    }
-    TORCH_CHECK(false, "no step of this kind");
-  }
-
-  at::Tensor project(const at::Tensor& x, const Step& step) {
+  at::Tensor project(const Step& step) {
     const bool is_mixture = step.counts[1] > 0;
     then_read(step.next);
     const Matrix by{step.weight(0), step.weights[1], step.weights[2]};
-    return multiply(x, by, step.counts[0],
+    return multiply(source(step), by, step.counts[0],
                     is_mixture ? std::optional<at::Tensor>(routes.expert) : std::nullopt);
   }
 
-  at::Tensor norm_part(const at::Tensor& x, const Step& step) {
+  at::Tensor norm_part(const Step& step) {
+    const at::Tensor& x = source(step);
     const int64_t width = x.size(-1) / step.counts[1], first = step.counts[0] * width;
     const at::Tensor y = x.clone();
     copy_columns(norm(columns_of(x, first, width), step.weight(), step.numbers[0]), y, first);
@@ -706,13 +643,13 @@ class Machine {
   }
 
   // Works in place.
-  at::Tensor head_norm(const at::Tensor& x, const Step& step) {
-    at::Tensor qkv = as_heads(x, step);
+  at::Tensor head_norm(const Step& step) {
+    at::Tensor qkv = as_heads(take(step.source), step);
     norm_heads(qkv, step.counts[0], step.counts[1], step.weights, step.numbers[0]);
     return qkv;
   }
 
-  at::Tensor rotate(const at::Tensor& x, const Step& step) {
+  at::Tensor rotate(const Step& step) {
     const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
     const int64_t kv_heads = step.counts[1];
     const bool coded = k.scalar_type() == at::kChar;
@@ -721,10 +658,10 @@ class Machine {
                     (!kv_heads || k.size(1) == kv_heads),
                 "the cache has other heads than the layer");
     const auto store = coded ? rotate_and_store<int8_t> : rotate_and_store<Value>;
-    return store(as_heads(x, step), kv_heads, k, v, slots, ropes.at(step.counts[3]));
+    return store(as_heads(source(step), step), kv_heads, k, v, slots, ropes.at(step.counts[3]));
   }
 
-  at::Tensor attend_by(const at::Tensor& q, const Step& step) {
+  at::Tensor attend_by(const Step& step) {
     const int64_t size = step.counts[0];
     auto at = std::find_if(windows.begin(), windows.end(),
                            [&](const Window& w) { return w.size == size; });
@@ -733,43 +670,88 @@ class Machine {
       at = windows.end() - 1;
     }
     const at::Tensor &k = cache->k[step.layer], &v = cache->v[step.layer];
-    return attend(q, k, v, *cache, *at, step.numbers[0], step.weights[0]);
+    return attend(source(step), k, v, *cache, *at, step.numbers[0], step.weights[0]);
   }
 
-  at::Tensor split(const at::Tensor& x, const Step& step) {
-    auto [rest, gates] = split_gate(x, step.counts[0], step.counts[1]);
+  at::Tensor split(const Step& step) {
+    auto [rest, gates] = split_gate(source(step), step.counts[0], step.counts[1]);
     rows[GATE] = gates;
     return rest;
   }
 
-  at::Tensor recur(const at::Tensor& x, const Step& step) {
+  at::Tensor recur(const Step& step) {
     TORCH_CHECK(cache->lengths.size() == cache->k.size(), "the cache has no states");
     const at::Tensor &inputs = cache->k[step.layer], &state = cache->v[step.layer];
     const delta::State kept{state, inputs, cache->lengths[step.layer]};
     const delta::Window window{cache->slots, cache->start, cache->mask, cache->kept};
-    if (step.op == Op::SHORT_CONV) return delta::short_conv(x, kept, window, step.weight(0));
+    const at::Tensor& x = source(step);
+    if (step.op == "short_conv") return delta::short_conv(x, kept, window, step.weight(0));
     return delta::delta_rule(x, kept, window,
                              {step.weight(0), step.weight(1), step.weight(2), step.numbers[0],
                               step.counts[0] != 0});
   }
 
   // Works in place.
-  at::Tensor add(at::Tensor x, Register other) {
-    add_to(at(other), x);
+  at::Tensor add(const Step& step) {
+    at::Tensor x = take(step.source);
+    add_to(at(Register(step.counts[0])), x);
     return x;
   }
 
-  at::Tensor choose(const at::Tensor& x, const Step& step) {
+  at::Tensor choose(const Step& step) {
     const int64_t chosen = step.counts[0];
     const bool norm = step.counts[1], by_sigmoid = step.counts[2];
-    at::Tensor scores =  // [..., E]
-        score(x, step.weight(), by_sigmoid ? std::optional<at::Tensor>() : step.weights[1]);
+    const auto bias = by_sigmoid ? std::nullopt : step.weights[1];
+    at::Tensor scores = score(source(step), step.weight(), bias);  // [..., E]
     if (!by_sigmoid && step.numbers[0] != 1) scores = scale(scores, step.numbers[0]);
     routes = by_sigmoid ? route_by_sigmoid(at(H), scores, chosen, norm, step.weight(1),
                                            float(step.numbers[0]), float(step.numbers[1]))
                         : route_by_softmax(at(H), scores, chosen, norm, step.weights[2]);
     return routes.rows;
   }
+};
+
+// What every kind of step computes from its source register.
+const std::pair<const char*, at::Tensor (*)(Machine&, const Step&)> OPS[] = {
+    {"norm", [](auto& m, auto& s) { return norm(m.source(s), s.weight(), s.numbers[0]); }},
+    {"part_norm", [](auto& m, auto& s) { return m.norm_part(s); }},
+    {"head_norm", [](auto& m, auto& s) { return m.head_norm(s); }},
+    {"project", [](auto& m, auto& s) { return m.project(s); }},
+    {"rotate", [](auto& m, auto& s) { return m.rotate(s); }},
+    {"attend", [](auto& m, auto& s) { return m.attend_by(s); }},
+    {"add", [](auto& m, auto& s) { return m.add(s); }},
+    {"silu", [](auto& m, auto& s) { return gate<Activation::SILU>(m.source(s)); }},
+    {"gelu_tanh", [](auto& m, auto& s) { return gate<Activation::GELU_TANH>(m.source(s)); }},
+    {"clamped_swiglu",
+     [](auto& m, auto& s) { return clamped_gate(m.source(s), s.numbers[0], s.numbers[1]); }},
+    {"route", [](auto& m, auto& s) { return m.choose(s); }},
+    {"merge", [](auto& m, auto& s) { return merge(m.source(s), m.routes, m.at(STREAM)); }},
+    {"copy", [](auto& m, auto& s) { return m.source(s); }},
+    {"columns", [](auto& m, auto& s) { return columns_from(m.source(s), s.counts[0]); }},
+    {"beside",
+     [](auto& m, auto& s) { return side_by_side(m.source(s), m.at(Register(s.counts[0]))); }},
+    {"keys_as_values",
+     [](auto& m, auto& s) {
+       return side_by_side(m.source(s), columns_from(m.source(s), s.counts[0]));
+     }},
+    {"split_gate", [](auto& m, auto& s) { return m.split(s); }},
+    {"split_pairs",
+     [](auto& m, auto& s) {
+       return split_pairs(m.as_heads(m.source(s), s), s.counts[0] + s.counts[1], s.counts[3]);
+     }},
+    {"gate_output", [](auto& m, auto& s) { return gate_output(m.source(s), m.at(GATE)); }},
+    {"gate_per_layer",
+     [](auto& m, auto& s) {
+       const at::Tensor own = columns_of(m.at(PER_LAYER), s.layer * s.counts[0], s.counts[0]);
+       return gate<Activation::GELU_TANH>(side_by_side(m.source(s), own));
+     }},
+    {"scale", [](auto& m, auto& s) { return scale(m.source(s), rows_of(s.weight())[0]); }},
+    {"look_up",
+     [](auto& m, auto& s) {
+       return scale(embed(m.tokens, s.weight(0), s.weights[1]), s.numbers[0]);
+     }},
+    {"delta_rule", [](auto& m, auto& s) { return m.recur(s); }},
+    {"short_conv", [](auto& m, auto& s) { return m.recur(s); }},
 };
 
 // tokens [B, T] -> their embeddings, [B, T, F]
@@ -819,13 +801,16 @@ at::Tensor prepare_steps(std::vector<std::string> ops, at::IntArrayRef counts,
     const int64_t* of = counts.data() + i * PER_STEP;
     TORCH_CHECK(of[0] >= 0 && of[0] < REGISTERS && of[1] >= 0 && of[1] < REGISTERS,
                 "no such register");
-    Step step{op_of(ops[i]), Register(of[0]), Register(of[1]), of[2], {}, {}, {}};
+    const auto kind = std::find_if(std::begin(OPS), std::end(OPS),
+                                   [&](const auto& each) { return ops[i] == each.first; });
+    TORCH_CHECK(kind != std::end(OPS), "there is no step ", ops[i]);
+    Step step{ops[i], kind->second, Register(of[0]), Register(of[1]), of[2], {}, {}, {}};
     std::copy_n(of + 3, 4, step.counts);
     std::copy_n(numbers.data() + 2 * i, 2, step.numbers);
     for (int64_t w = 0; w < 3; w++) step.weights[w] = weights.get(3 * i + w);
-    if (step.op == Op::ATTEND || step.op == Op::DELTA_RULE || step.op == Op::SHORT_CONV)
+    if (step.op == "attend" || step.op == "delta_rule" || step.op == "short_conv")
       program->layers = std::max(program->layers, step.layer + 1);
-    if (step.op == Op::ROTATE) program->with_slots = step.layer;
+    if (step.op == "rotate") program->with_slots = step.layer;
     program->steps.push_back(std::move(step));
   }
   link_projections(program->steps);
@@ -926,54 +911,28 @@ at::Tensor clamped_swiglu(const at::Tensor& both, double alpha, double limit) {
   return clamped_gate(both.contiguous(), alpha, limit);
 }
 
-}  // namespace layers
-
-#include "operators.h"
-
-namespace layers {
-
-// The results, empty, where steps are traced.
-at::Tensor empty_norm(const at::Tensor& x, const at::Tensor&, double) {
-  return at::empty(x.sizes(), x.options());
-}
-at::Tensor empty_swiglu(const at::Tensor& both) {
-  return empty_rows(both, both.size(-1) / 2, both.scalar_type());
-}
-at::Tensor empty_clamped_swiglu(const at::Tensor& both, double, double) {
-  return empty_swiglu(both);
-}
-
 OPERATORS(m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.impl("rms_norm", at::kCPU, rms_norm);
-  m.impl("rms_norm", at::kMeta, empty_norm);
-  m.def("swiglu(Tensor both) -> Tensor");
-  m.impl("swiglu", at::kCPU, swiglu);
-  m.impl("swiglu", at::kMeta, empty_swiglu);
-  m.def("geglu(Tensor both) -> Tensor");
-  m.impl("geglu", at::kCPU, geglu);
-  m.impl("geglu", at::kMeta, empty_swiglu);
-  m.def("clamped_swiglu(Tensor both, float alpha, float limit) -> Tensor");
-  m.impl("clamped_swiglu", at::kCPU, clamped_swiglu);
-  m.impl("clamped_swiglu", at::kMeta, empty_clamped_swiglu);
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", cpu(rms_norm));
+  m.def("swiglu(Tensor both) -> Tensor", cpu(swiglu));
+  m.def("geglu(Tensor both) -> Tensor", cpu(geglu));
+  m.def("clamped_swiglu(Tensor both, float alpha, float limit) -> Tensor", cpu(clamped_swiglu));
   m.def(
       "prepare_steps(str[] ops, int[] counts, float[] numbers, Tensor?[] weights, Tensor "
       "embedding, "
-      "Tensor? embedding_table, float embedding_scale, Tensor[] freqs, float[] factors) -> Tensor");
-  m.impl("prepare_steps", at::kCPU, prepare_steps);
+      "Tensor? embedding_table, float embedding_scale, Tensor[] freqs, float[] factors) -> Tensor",
+      cpu(prepare_steps));
   m.def(
       "run_model(Tensor program, Tensor tokens, Tensor positions, Tensor(a!)[] k, Tensor(b!)[] v, "
       "Tensor(c!)[] lengths, Tensor slots, Tensor start, Tensor mask, Tensor? kept, "
-      "int[] aux_layers) -> Tensor");
-  m.impl("run_model", at::kCPU, run_model);
+      "int[] aux_layers) -> Tensor", cpu(run_model));
   m.def(
       "head_step(Tensor program, Tensor tokens, Tensor out, Tensor parent, Tensor positions, "
-      "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) -> Tensor");
-  m.impl("head_step", at::kCPU, head_step);
+      "Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor start, Tensor mask) -> Tensor",
+      cpu(head_step));
   m.def(
       "head_extend(Tensor program, Tensor inputs, Tensor tokens, Tensor features, Tensor count, "
-      "Tensor length, Tensor hidden, Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)");
-  m.impl("head_extend", at::kCPU, head_extend);
+      "Tensor length, Tensor hidden, Tensor(a!)[] k, Tensor(b!)[] v) -> (Tensor, Tensor)",
+      cpu(head_extend));
 }
 
 }  // namespace layers

@@ -216,15 +216,13 @@ void multiply_rows(const Weight& weight, const Rows& rows, const at::BFloat16* b
 void add_bias(const Weight& weight, const Rows& rows, const at::BFloat16* bias,
               const at::Tensor& y) {
   fill(y, [&](auto* to) {
-    parallel(rows.count, std::max<int64_t>(1, GRAIN / weight.n), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; r++) {
-        const at::BFloat16* own = bias + (rows.expert ? rows.expert[r] : 0) * weight.n;
-        auto* row = to + r * weight.n;
-        for (const Weight::Part& part : weight.parts) {
-          if (part.layout.header == Header::ROWS) continue;
-          for (int64_t i = part.first; i < part.first + part.n; i++)
-            put(row + i, widen(row[i]) + widen(own[i]));
-        }
+    each_row(rows.count, GRAIN / weight.n, [&](int64_t r) {
+      const at::BFloat16* own = bias + (rows.expert ? rows.expert[r] : 0) * weight.n;
+      auto* row = to + r * weight.n;
+      for (const Weight::Part& part : weight.parts) {
+        if (part.layout.header == Header::ROWS) continue;
+        for (int64_t i = part.first; i < part.first + part.n; i++)
+          put(row + i, widen(row[i]) + widen(own[i]));
       }
     });
   });
@@ -258,19 +256,10 @@ at::Tensor matmul(const at::Tensor& x, const at::Tensor& data,
   return y;
 }
 
-// The result, empty, where steps are traced.
-at::Tensor empty_matmul(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
-                        const std::optional<at::Tensor>&, int64_t n, bool fp32_out,
-                        const std::optional<at::Tensor>&) {
-  return empty_rows(x, n, fp32_out ? at::kFloat : x.scalar_type());
-}
-
 OPERATORS(m) {
   m.def(
       "matmul(Tensor x, Tensor weight, Tensor? table, Tensor? bias, int n, bool fp32_out, "
-      "Tensor? expert=None) -> Tensor");
-  m.impl("matmul", at::kCPU, matmul);
-  m.impl("matmul", at::kMeta, empty_matmul);
+      "Tensor? expert=None) -> Tensor", cpu(matmul));
   m.def("use_tiles(str name) -> bool", amx::use_tiles);
   m.def("tiles() -> (str, int, int)", amx::tiles);
 }

@@ -267,7 +267,7 @@ at::Tensor rounded(const at::Tensor& rows) {
   const at::Tensor y = empty_rows(rows, k, at::kBFloat16);
   const float* from = rows.const_data_ptr<float>();
   Value* to = y.mutable_data_ptr<Value>();
-  parallel(rows.numel() / k, std::max<int64_t>(1, GRAIN / 16 / k), [&](int64_t begin, int64_t end) {
+  parallel(rows.numel() / k, GRAIN / 16 / k, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * k; i < end * k; i++) put(to + i, from[i]);
   });
   return y;

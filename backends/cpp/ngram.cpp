@@ -284,8 +284,6 @@ Tensors<2> ngram_match(const at::Tensor& text, const at::Tensor& pos,
   const int64_t L = tokens;
   const at::Tensor chains = at::empty({B, K, L}, text.options());
   const at::Tensor matched = at::empty({B, K}, text.options());
-  if (text.is_meta()) return {chains, matched};
-
   const Lengths lengths(least, longest);
   const Texts texts(text, pos);
   const Kept before(kept);
@@ -313,8 +311,6 @@ Tensors<3> add_chains(const at::Tensor& tokens, const at::Tensor& values, const 
   const at::Tensor new_tokens = at::empty({B, size}, tokens.options());
   const at::Tensor new_values = at::empty({B, size}, values.options());
   const at::Tensor new_parents = at::empty_like(new_tokens);
-  if (tokens.is_meta()) return {new_tokens, new_values, new_parents};
-
   const Whole token_of(tokens, {B, P}, "tokens");
   const Operand<float> value_of(values, {B, P}, "values");
   const Whole parent_of(parents, {B, P}, "parents");
@@ -361,7 +357,6 @@ void ngram_draft(const at::Tensor& text, const at::Tensor& pos,
                  const at::Tensor& root, const at::Tensor& outcomes, const at::Tensor& expected,
                  int64_t least, int64_t longest, at::IntArrayRef sizes,
                  at::ArrayRef<double> rates) {
-  if (text.is_meta()) return;
   TORCH_CHECK(outcomes.dim() == 5 && tokens.dim() == 2 && outcomes.size(1) > 1,
               "outcomes must be [B, M, K, D, 2]");
   const Lengths searched(least, longest);
@@ -398,24 +393,18 @@ void ngram_draft(const at::Tensor& text, const at::Tensor& pos,
   }
 }
 
-// Every operator of a traced step is defined for tensors without data, too.
 OPERATORS(m) {
   m.def(
       "ngram_match(Tensor text, Tensor pos, Tensor? kept, int tokens, int branches, int least, "
-      "int longest) -> (Tensor, Tensor)");
-  m.impl("ngram_match", at::kCPU, ngram_match);
-  m.impl("ngram_match", at::kMeta, ngram_match);
+      "int longest) -> (Tensor, Tensor)", cpu(ngram_match));
   m.def(
       "ngram_draft(Tensor text, Tensor pos, Tensor? kept, Tensor(a!) tokens, Tensor(b!) values, "
       "Tensor(c!) parents, Tensor(d!) lengths, Tensor(e!) root, Tensor(f!) outcomes, "
-      "Tensor(g!) expected, int least, int longest, int[] sizes, float[] rates) -> ()");
-  m.impl("ngram_draft", at::kCPU, ngram_draft);
-  m.impl("ngram_draft", at::kMeta, ngram_draft);
+      "Tensor(g!) expected, int least, int longest, int[] sizes, float[] rates) -> ()",
+      cpu(ngram_draft));
   m.def(
       "add_chains(Tensor tokens, Tensor values, Tensor parents, Tensor chains, Tensor lengths) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.impl("add_chains", at::kCPU, add_chains);
-  m.impl("add_chains", at::kMeta, add_chains);
+      "-> (Tensor, Tensor, Tensor)", cpu(add_chains));
 }
 
 }  // namespace ngram

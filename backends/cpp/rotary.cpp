@@ -1,7 +1,6 @@
 // The rotary embedding on a CPU.
 //
-// 1. `angles` computes cosines and sines once for all layers. An operator of its own keeps
-//    torch.compile from fusing them, which would compute them again for every head of every layer.
+// 1. `angles` computes cosines and sines once for all layers.
 // 2. `rotary` rotates the heads of queries and keys.
 //
 // Products are rounded before they are added, as in PyTorch's operators, so that the bits equal
@@ -34,12 +33,11 @@ void rotate_rows(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor&
   T* to_k = k.mutable_data_ptr<T>();
   const float* c = cos.const_data_ptr<float>();
   const float* s = sin.const_data_ptr<float>();
-  parallel(rows, std::max<int64_t>(1, GRAIN / (all * e)), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++)
-      for (int64_t h = 0; h < heads + kv_heads; h++) {
-        T* y = h < heads ? to_q + (r * heads + h) * e : to_k + (r * kv_heads + h - heads) * e;
-        rotate(x + (r * all + h) * e, c + r * turned, s + r * turned, turned, e, y);
-      }
+  each_row(rows, GRAIN / (all * e), [&](int64_t r) {
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      T* y = h < heads ? to_q + (r * heads + h) * e : to_k + (r * kv_heads + h - heads) * e;
+      rotate(x + (r * all + h) * e, c + r * turned, s + r * turned, turned, e, y);
+    }
   });
 }
 
@@ -59,8 +57,6 @@ Tensors<2> rotary(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor
               "cos and sin must hold an angle per row and element, or for the first ones");
   const at::Tensor q = at::empty({B, T, heads, e}, qkv.options());
   const at::Tensor k = at::empty({B, T, kv_heads, e}, qkv.options());
-  if (qkv.is_meta()) return {q, k};
-
   const at::Tensor x = qkv.contiguous();
   const at::Tensor c = cos.contiguous();
   const at::Tensor s = sin.contiguous();
@@ -78,16 +74,12 @@ Tensors<2> angles(const at::Tensor& freq, const at::Tensor& positions, double fa
   const at::Tensor cos =
       at::empty({positions.size(0), positions.size(1), 1, 2 * half}, of.options());
   const at::Tensor sin = at::empty(cos.sizes(), of.options());
-  if (freq.is_meta()) return {cos, sin};
-
   const float* f = of.const_data_ptr<float>();
   const int64_t* position = at_row.const_data_ptr<int64_t>();
   float* c = cos.mutable_data_ptr<float>();
   float* s = sin.mutable_data_ptr<float>();
-  parallel(rows, std::max<int64_t>(1, GRAIN / (64 * half)), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin * half; i < end * half; i++) {
-      const int64_t r = i / half;
-      const int64_t j = i % half;
+  each_row(rows, GRAIN / (64 * half), [&](int64_t r) {
+    for (int64_t j = 0; j < half; j++) {
       const int64_t to = 2 * r * half + j;
       const float angle = float(position[r]) * f[j];
       c[to] = std::cos(angle) * float(factor);
@@ -99,14 +91,11 @@ Tensors<2> angles(const at::Tensor& freq, const at::Tensor& positions, double fa
   return {cos, sin};
 }
 
-// Every operator of a traced step is defined for tensors without data, too.
 OPERATORS(m) {
-  m.def("rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)");
-  m.impl("rotary", at::kCPU, rotary);
-  m.impl("rotary", at::kMeta, rotary);
-  m.def("angles(Tensor freq, Tensor positions, float factor=1.0) -> (Tensor, Tensor)");
-  m.impl("angles", at::kCPU, angles);
-  m.impl("angles", at::kMeta, angles);
+  m.def(
+      "rotary(Tensor qkv, Tensor cos, Tensor sin, int heads, int kv_heads) -> (Tensor, Tensor)",
+      cpu(rotary));
+  m.def("angles(Tensor freq, Tensor positions, float factor=1.0) -> (Tensor, Tensor)", cpu(angles));
 }
 
 }  // namespace rotary

@@ -317,8 +317,6 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   const int64_t whole = (vocab + 4 * SIDE - 1) / (4 * SIDE);
   const at::Tensor noise = at::empty({B, per_row, vocab}, first.options().dtype(at::kFloat));
   TORCH_CHECK(seed.size(-1) == 2, "a seed has two words; this one has ", seed.size(-1));
-  if (first.is_meta()) return noise;
-
   const at::Tensor draws = first.contiguous();
   const at::Tensor both = seed.expand({B, 2}).contiguous();
   const at::Tensor of_row = prompt.expand({B}).contiguous();
@@ -329,24 +327,22 @@ at::Tensor gumbel(const at::Tensor& seed, const at::Tensor& prompt, const at::Te
   const int64_t* samples = of_sample.const_data_ptr<int64_t>();
   const auto is_greedy = optional<bool>(greedy, {B}, "greedy");
   float* to = noise.mutable_data_ptr<float>();
-  parallel(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t row = piece / whole;
-      const int64_t token = piece % whole * 4 * SIDE;
-      const int64_t count = std::min<int64_t>(4 * SIDE, vocab - token);
-      const int64_t b = row / per_row;
-      if (is_greedy && (*is_greedy)[b]) {
-        std::fill_n(to + row * vocab + token, count, 0.0f);
-        continue;
-      }
-      const uint32_t low = uint32_t(seeds[2 * b]);
-      const uint32_t high = uint32_t(seeds[2 * b + 1]);
-      const Key key{{low, high}, uint32_t(prompts[b]), uint32_t(samples[b])};
-      const uint32_t word = uint32_t(draw[b] + row % per_row) + (uint32_t(domain) << 30);
-      float made[4 * SIDE];
-      fill_noise(key, word, uint32_t(token), made);
-      std::copy_n(made, count, to + row * vocab + token);
+  each_row(rows * whole, GRAIN / (4 * SIDE * 8), [&](int64_t piece) {
+    const int64_t row = piece / whole;
+    const int64_t token = piece % whole * 4 * SIDE;
+    const int64_t count = std::min<int64_t>(4 * SIDE, vocab - token);
+    const int64_t b = row / per_row;
+    if (is_greedy && (*is_greedy)[b]) {
+      std::fill_n(to + row * vocab + token, count, 0.0f);
+      return;
     }
+    const uint32_t low = uint32_t(seeds[2 * b]);
+    const uint32_t high = uint32_t(seeds[2 * b + 1]);
+    const Key key{{low, high}, uint32_t(prompts[b]), uint32_t(samples[b])};
+    const uint32_t word = uint32_t(draw[b] + row % per_row) + (uint32_t(domain) << 30);
+    float made[4 * SIDE];
+    fill_noise(key, word, uint32_t(token), made);
+    std::copy_n(made, count, to + row * vocab + token);
   });
   return noise;
 }
@@ -361,8 +357,6 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
   const at::Tensor from = scores.contiguous();
   const at::Tensor result = at::empty(from.sizes(), from.options());
   TORCH_CHECK(from.numel() && from.dim() == 3, "there are no scores [B, N, V]");
-  if (from.is_meta()) return result;
-
   const int64_t B = from.size(0);
   const int64_t N = from.size(1);
   const int64_t n = from.size(2);
@@ -401,7 +395,7 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
     });
     return result;
   }
-  parallel(rows, std::max<int64_t>(1, GRAIN / (8 * n)), [&](int64_t begin, int64_t end) {
+  parallel(rows, GRAIN / (8 * n), [&](int64_t begin, int64_t end) {
     std::vector<float> z(n);
     std::vector<Scored> kept;
     for (int64_t r = begin; r < end; r++) {
@@ -432,33 +426,23 @@ at::Tensor cut(const at::Tensor& scores, const at::Tensor& temperature,
 at::Tensor soft_cap(const at::Tensor& scores, double cap) {
   TORCH_CHECK(scores.scalar_type() == at::kFloat, "scores must be float32");
   const at::Tensor from = scores.contiguous(), y = at::empty(scores.sizes(), scores.options());
-  if (scores.is_meta()) return y;
   const float *x = from.const_data_ptr<float>(), most = float(cap), twice = float(-2 / cap);
   float* to = y.mutable_data_ptr<float>();
-  parallel(scores.numel(), GRAIN, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const float e = exponential(-std::abs(x[i] * twice)), bound = most * (1.0f - e) / (1.0f + e);
-      to[i] = x[i] < 0 ? -bound : bound;
-    }
+  each_row(scores.numel(), GRAIN, [&](int64_t i) {
+    const float e = exponential(-std::abs(x[i] * twice)), bound = most * (1.0f - e) / (1.0f + e);
+    to[i] = x[i] < 0 ? -bound : bound;
   });
   return y;
 }
 
-// Every operator of a traced step is defined for tensors without data, too.
 OPERATORS(m) {
-  m.def("soft_cap(Tensor scores, float cap) -> Tensor");
-  m.impl("soft_cap", at::kCPU, soft_cap);
-  m.impl("soft_cap", at::kMeta, soft_cap);
+  m.def("soft_cap(Tensor scores, float cap) -> Tensor", cpu(soft_cap));
   m.def(
       "gumbel(Tensor seed, Tensor prompt, Tensor sample, Tensor? greedy, Tensor first, int rows, "
-      "int vocab, int domain) -> Tensor");
-  m.impl("gumbel", at::kCPU, gumbel);
-  m.impl("gumbel", at::kMeta, gumbel);
+      "int vocab, int domain) -> Tensor", cpu(gumbel));
   m.def(
       "cut(Tensor scores, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? margin, "
-      "Tensor? sigmas, Tensor? typical, Tensor? xtc) -> Tensor");
-  m.impl("cut", at::kCPU, cut);
-  m.impl("cut", at::kMeta, cut);
+      "Tensor? sigmas, Tensor? typical, Tensor? xtc) -> Tensor", cpu(cut));
 }
 
 }  // namespace sampling

@@ -1,7 +1,7 @@
 """The steps that C++ runs (layers.cpp), described as it takes them.
 
 A description is found by the name of a step's class, or of one that it extends: the families in
-models/ may be missing. A further step needs a row of `DESCRIBED` and its case in layers.cpp.
+models/ may be missing. A further step needs a row of `DESCRIBED` and one of OPS in layers.cpp.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 // Loops on several threads, which fetch weights where they would wait (threads.cpp).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 struct Loop {
@@ -18,13 +19,20 @@ void read_next(const void* weights, int64_t bytes);
 
 namespace {
 
-// Calls f(begin, end) for parts of 0 .. size of about `grain` or more, on several threads where
-// that pays.
+// Calls f(begin, end) for parts of 0 .. size of about `grain` or more, 1 at least, on several threads
+// where that pays.
 template <class F> void parallel(int64_t size, int64_t grain, const F& f) {
   const auto run = [](const void* body, int64_t begin, int64_t end) noexcept {
     (*static_cast<const F*>(body))(begin, end);
   };
-  run_loop({run, &f, size, grain});
+  run_loop({run, &f, size, std::max<int64_t>(1, grain)});
+}
+
+// Calls f(row) for every row below `rows`, as `parallel` does.
+template <class F> void each_row(int64_t rows, int64_t grain, const F& f) {
+  parallel(rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) f(r);
+  });
 }
 
 // Fetches a cache line of weights that are needed soon. A line that is fetched into L1 holds one of

@@ -61,18 +61,13 @@ Tensors<3> topk(const at::Tensor& scores, int64_t k) {
   const at::Tensor values = empty_rows(rows, k, at::kFloat);
   const at::Tensor index = empty_rows(rows, k, at::kLong);
   const at::Tensor total = empty_rows(rows, 1, at::kFloat);
-  if (rows.is_meta()) return {values, index, total};
-
-  const int64_t count = rows.numel() / n;
   const float* x = rows.const_data_ptr<float>();
   float* best = values.mutable_data_ptr<float>();
   float* sum = total.mutable_data_ptr<float>();
   int64_t* where = index.mutable_data_ptr<int64_t>();
-  parallel(count, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-      best_of(x + r * n, n, k, best + r * k, where + r * k);
-      sum[r] = float(best[r * k] + std::log(exponential_sum(x + r * n, n, best[r * k])));
-    }
+  each_row(rows.numel() / n, GRAIN / n, [&](int64_t r) {
+    best_of(x + r * n, n, k, best + r * k, where + r * k);
+    sum[r] = float(best[r * k] + std::log(exponential_sum(x + r * n, n, best[r * k])));
   });
   return {values, index, total};
 }
@@ -87,8 +82,6 @@ at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise
   const int64_t n = from.size(2);
   const int64_t draws = noise ? noise->size(1) : 0;
   const at::Tensor token = at::empty({B, N}, from.options().dtype(at::kLong));
-  if (from.is_meta()) return token;
-
   const at::Tensor added = noise ? noise->contiguous() : from;
   const at::Tensor which = row ? row->contiguous() : token;
   TORCH_CHECK(!noise || (row && which.numel() == B * N && added.size(0) == B && added.size(2) == n),
@@ -100,38 +93,30 @@ at::Tensor best(const at::Tensor& scores, const std::optional<at::Tensor>& noise
     TORCH_CHECK(of[i] >= 0 && of[i] < draws, "there is no row ", of[i], " of noise");
   int64_t* to = token.mutable_data_ptr<int64_t>();
   constexpr int64_t PIECE = 1024;
-  parallel(B * N, std::max<int64_t>(1, GRAIN / n), [&](int64_t begin, int64_t end) {
-    float sums[PIECE];
-    for (int64_t r = begin; r < end; r++) {
-      const float* more = noise ? g + (r / N * draws + of[r]) * n : nullptr;
-      float most = -INFINITY;
-      to[r] = 0;
-      for (int64_t first = 0; first < n; first += PIECE) {
-        const int64_t size = std::min(PIECE, n - first);
-        const float* s = x + r * n + first;
-        if (more) {
-          for (int64_t i = 0; i < size; i++) sums[i] = s[i] + more[first + i];
-          s = sums;
-        }
-        const float top = largest(s, size);
-        if (top > most) {
-          most = top;
-          to[r] = first + (std::find(s, s + size, top) - s);
-        }
+  each_row(B * N, GRAIN / n, [&](int64_t r) {
+    const float* more = noise ? g + (r / N * draws + of[r]) * n : nullptr;
+    float most = -INFINITY, sums[PIECE];
+    to[r] = 0;
+    for (int64_t first = 0; first < n; first += PIECE) {
+      const int64_t size = std::min(PIECE, n - first);
+      const float* s = x + r * n + first;
+      if (more) {
+        for (int64_t i = 0; i < size; i++) sums[i] = s[i] + more[first + i];
+        s = sums;
+      }
+      const float top = largest(s, size);
+      if (top > most) {
+        most = top;
+        to[r] = first + (std::find(s, s + size, top) - s);
       }
     }
   });
   return token;
 }
 
-// Every operator of a traced step is defined for tensors without data, too.
 OPERATORS(m) {
-  m.def("topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)");
-  m.impl("topk", at::kCPU, topk);
-  m.impl("topk", at::kMeta, topk);
-  m.def("best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor");
-  m.impl("best", at::kCPU, best);
-  m.impl("best", at::kMeta, best);
+  m.def("topk(Tensor scores, int k) -> (Tensor, Tensor, Tensor)", cpu(topk));
+  m.def("best(Tensor scores, Tensor? noise, Tensor? row) -> Tensor", cpu(best));
 }
 
 }  // namespace topk

@@ -11,8 +11,7 @@
 //    and the slots that they see.
 //
 // Each computes the same as its plain reference in Python, in one call instead of dozens. Trees are
-// small: only the scores of `expand_frontier` pay for threads. Tensors without data ("meta") get
-// results without data: so a step is traced.
+// small: only the scores of `expand_frontier` pay for threads.
 
 #include "tree.h"
 
@@ -108,8 +107,6 @@ Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Opt
   const at::Tensor above = at::empty_like(next);
   const at::Tensor value = logits.new_empty({B, count});
   const at::Tensor sees = logits.new_empty({B, count, slots}, at::kBool);
-  if (logits.is_meta()) return {tokens, path, parents, next, chosen, above, value, sees};
-
   const int64_t draws = noise ? noise->size(1) : 0;
   const int64_t Vt = noise ? noise->size(2) : V;
   const Operand<float> z(logits, {B, rows, V}, "logits");
@@ -127,7 +124,7 @@ Tensors<8> expand_frontier(const at::Tensor& logits, double sharpness, const Opt
   const int64_t* id = of_column ? of_column->data : nullptr;
 
   Children best{std::vector<float>(B * rows * k), std::vector<int64_t>(B * rows * k)};
-  parallel(B * rows, std::max<int64_t>(1, GRAIN / V), [&](int64_t first, int64_t last) {
+  parallel(B * rows, GRAIN / V, [&](int64_t first, int64_t last) {
     std::vector<float> scores(V);
     std::vector<int64_t> column(k);
     for (int64_t r = first; r < last; r++) {
@@ -253,8 +250,6 @@ Tensors<7> select_nodes(at::TensorList tokens, at::TensorList values, at::Tensor
   const at::Tensor valid = text.new_empty({B, N}, at::kBool);
   const at::Tensor value = text.new_empty({B, N}, at::kFloat);
   const at::Tensor places = at::empty_like(token);
-  if (text.is_meta()) return {token, above, depth, mask, valid, value, places};
-
   const Whole said(text, {B, S}, "text");
   const Whole root(pos, {B}, "pos");
   const Pool pool(B, tokens, values, parents);
@@ -323,8 +318,6 @@ Tensors<4> accept(const at::Tensor& tokens, const at::Tensor& parents, const at:
   const at::Tensor length = at::empty({B}, tokens.options());
   const at::Tensor emitted = at::empty_like(path);
   const at::Tensor moves = at::empty_like(path);
-  if (tokens.is_meta()) return {path, length, emitted, moves};
-
   const Whole token(tokens, {B, N}, "tokens");
   const Whole parent(parents, {B, N}, "parents");
   const Whole level(depths, {B, N}, "depths");
@@ -421,8 +414,6 @@ Tensors<7> advance(at::Tensor tokens, const at::Tensor& pos, const at::Tensor& d
   const at::Tensor row_tokens = at::empty({B, D + 1}, pos.options());
   const at::Tensor row_features = at::empty({B, D, F}, features.options());
   const at::Tensor facts = at::empty({B, C}, pos.options());
-  if (pos.is_meta()) return {new_pos, new_draws, new_done, count, row_tokens, row_features, facts};
-
   TORCH_CHECK(tokens.is_contiguous() && tokens.size(0) == B && features.size(0) == B &&
                   features.size(1) == N,
               "tokens and features must be of ", B, " sequences, tokens in one piece");
@@ -493,7 +484,6 @@ at::Tensor with_times(const at::Tensor& facts, at::IntArrayRef times) {
 // Writes: kept, waiting and passed.
 void keep_rows(at::Tensor kept, at::Tensor waiting, at::Tensor passed, const at::Tensor& features,
                const at::Tensor& count) {
-  if (kept.is_meta()) return;
   TORCH_CHECK(kept.dim() == 3 && features.dim() == 3 && kept.is_contiguous() &&
                   kept.size(2) == features.size(2) && kept.size(0) == features.size(0) &&
                   kept.scalar_type() == features.scalar_type(),
@@ -529,8 +519,6 @@ Tensors<3> place_rows(const at::Tensor& pos, const Optional& done, const Optiona
   const at::Tensor slots = at::empty({B, rows}, pos.options());
   const at::Tensor start = at::empty({B}, pos.options());
   const at::Tensor positions = at::empty_like(slots);
-  if (pos.is_meta()) return {slots, start, positions};
-
   const Whole begin(pos, {B}, "pos");
   const auto over = optional<bool>(done, {B}, "done");
   const auto below = optional<int64_t>(depths, {B, rows}, "depths");
@@ -551,8 +539,6 @@ Tensors<3> causal(const at::Tensor& first, int64_t rows, int64_t back) {
   const at::Tensor slots = at::empty({B, rows}, first.options());
   const at::Tensor start = at::empty({B}, first.options());
   const at::Tensor mask = at::empty({B, rows, rows}, first.options().dtype(at::kBool));
-  if (first.is_meta()) return {slots, start, mask};
-
   const Whole begin(first, {B}, "first");
   bool* sees = mask.mutable_data_ptr<bool>();
   for (int64_t b = 0; b < B; b++) {
@@ -566,47 +552,31 @@ Tensors<3> causal(const at::Tensor& first, int64_t rows, int64_t back) {
   return {slots, start, mask};
 }
 
-// Every operator of a traced step is defined for tensors without data, too.
 OPERATORS(m) {
   m.def(
       "expand_frontier(Tensor logits, float sharpness, Tensor? ids, Tensor? noise, int level, "
       "Tensor? temperature, Tensor? index, Tensor? values, Tensor? seen, int k, int count, "
       "int first_candidate, int first_slot, int slots, Tensor? fixed_children) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.impl("expand_frontier", at::kCPU, expand_frontier);
-  m.impl("expand_frontier", at::kMeta, expand_frontier);
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", cpu(expand_frontier));
   m.def(
       "select_nodes(Tensor[] tokens, Tensor[] values, Tensor[] parents, Tensor[] expanded, "
       "Tensor? nodes, int count, Tensor text, Tensor pos) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.impl("select_nodes", at::kCPU, select_nodes);
-  m.impl("select_nodes", at::kMeta, select_nodes);
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", cpu(select_nodes));
   m.def(
       "accept(Tensor tokens, Tensor parents, Tensor depths, Tensor valid, Tensor choice, int depth)"
-      " -> (Tensor, Tensor, Tensor, Tensor)");
-  m.impl("accept", at::kCPU, accept);
-  m.impl("accept", at::kMeta, accept);
+      " -> (Tensor, Tensor, Tensor, Tensor)", cpu(accept));
   m.def(
       "advance(Tensor(a!) tokens, Tensor pos, Tensor draws, Tensor done, Tensor limit, "
       "Tensor roots, Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features, "
-      "str[] columns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.impl("advance", at::kCPU, advance);
-  m.impl("advance", at::kMeta, advance);
-  m.def("with_times(Tensor facts, int[] times) -> Tensor");
-  m.impl("with_times", at::kCPU, with_times);
+      "str[] columns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", cpu(advance));
+  m.def("with_times(Tensor facts, int[] times) -> Tensor", cpu(with_times));
   m.def(
       "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
-      "Tensor count) -> ()");
-  m.impl("keep_rows", at::kCPU, keep_rows);
-  m.impl("keep_rows", at::kMeta, keep_rows);
+      "Tensor count) -> ()", cpu(keep_rows));
   m.def(
       "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.impl("place_rows", at::kCPU, place_rows);
-  m.impl("place_rows", at::kMeta, place_rows);
-  m.def("causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)");
-  m.impl("causal", at::kCPU, causal);
-  m.impl("causal", at::kMeta, causal);
+      "-> (Tensor, Tensor, Tensor)", cpu(place_rows));
+  m.def("causal(Tensor first, int rows, int back) -> (Tensor, Tensor, Tensor)", cpu(causal));
 }
 
 }  // namespace tree

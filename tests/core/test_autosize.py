@@ -63,7 +63,7 @@ from run.engine import Engine
 from run.generate import generate, load, main, summary
 from run.options import DEMO
 from run.session import Session
-from run.warm_up import TIMED_BEHIND, time_cycles, warm_up
+from run.warm_up import TIMED_BEHIND, time_cycles
 
 ROOT = Path(__file__).parents[2]
 LARGEST = DynamicTree(depth=4, topk=5, size=20)
@@ -830,23 +830,6 @@ def test_what_was_left_out_stays_out(monkeypatch):
     for row in (0, 1):
         check_rows(session, rows, row, row)
     assert session.state.drafter_state.own.length.tolist() == [MAX_KEPT, 7]
-
-
-@pytest.mark.usefixtures("either")
-def test_switching_compiles_nothing():
-    """Once warm, no preset, prompt length or turn compiles a step again; over fixed buffers too, as on CUDA."""
-    drafter = drafter_of("eagle", DynamicTree(depth=3, topk=3, size=8))
-    options = {"compile": True, "max_new_tokens": 40, "ignore_eos": True}
-    engine = warm_up(engine_for(golden_target(), drafter, **options))
-    assert engine.config.compile
-    plain = engine_for(golden_target(), RootOnly(), max_new_tokens=40, ignore_eos=True)
-    with (
-        torch._dynamo.config.patch(error_on_recompile=True),
-        torch.compiler.set_stance("fail_on_recompile"),
-    ):
-        for captured, prompt in itertools.product((False, True), PROMPTS):
-            scripted = replace(fresh(engine, captured), policy=Script([0, 1, 2]))
-            assert decode(scripted, prompt).history == decode(plain, prompt).history
 
 
 def test_by_default_a_head_is_sized_and_says_so():

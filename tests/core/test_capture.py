@@ -145,6 +145,7 @@ def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
         moved.append(tuple(b.data_ptr() for b in buffers))
         plain(buffers, addresses, start, path)
 
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
     engine = engine_for(target, drafter, **options)
     (cycle,) = engine.cycles[SamplingMode.GREEDY]

@@ -101,9 +101,8 @@ def test_kept_texts_change_no_token(kind, temperature, batch):
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_traced_lookup_reads_the_buffer(monkeypatch):
+def test_a_traced_lookup_reads_the_buffer():
     """Texts change between requests, and nothing is traced again."""
-    monkeypatch.setattr("backends.library._cpp_available", [False])
     ngram = Ngram(2, 2, 2, kept=PastTexts(capacity=64))
     text = DecodedTokens(torch.tensor([PROMPTS[0], PROMPTS[1][:7]]), torch.tensor([3, 6]))
     TORCH.complete()

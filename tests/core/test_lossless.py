@@ -407,45 +407,44 @@ def drafts_of(session: Session) -> list:
     ]
 
 
-# with the C++ operators switched off the steps are, but for the kernels themselves, those of CUDA
-TRACED = [  # model, drafter, temperature, rows, rule, C++ operators; --tree auto and lookup have vanilla's cycle too
-    ("eagle3", "short chain", 0.0, 1, "exact", False), 
+# without the C++ operators the steps are, but for the kernels themselves, those of CUDA
+TRACED = [  # model, drafter, temperature, rows, rule; --tree auto and lookup have vanilla's cycle too
+    ("eagle3", "short chain", 0.0, 1, "exact"), 
     *slow([  # ten to twenty seconds each
-        ("llama", "twigs", 1.0, 1, "residual", False), ("llama", "ngram", 0.0, 2, "exact", False),
-        ("llama", "eagle+ngram:tiny", 1.0, 1, "exact", True),
-        ("llama", "auto:tiny", 1.0, 1, "exact", False), ("llama", "auto:model:tiny", 0.0, 2, "exact", False),
-        ("eagle3", "auto:small", 1.0, 1, "exact", False), ("llama", "eagle+ngram:tiny", 0.0, 1, "exact", False),
-        ("llama", "twigs", 0.0, 2, "exact", False), ("llama", "model:twigs", 1.0, 2, "exact", False),
+        ("llama", "twigs", 1.0, 1, "residual"), ("llama", "ngram", 0.0, 2, "exact"),
+        ("llama", "eagle+ngram:tiny", 1.0, 1, "exact"),
+        ("llama", "auto:tiny", 1.0, 1, "exact"), ("llama", "auto:model:tiny", 0.0, 2, "exact"),
+        ("eagle3", "auto:small", 1.0, 1, "exact"), ("llama", "eagle+ngram:tiny", 0.0, 1, "exact"),
+        ("llama", "twigs", 0.0, 2, "exact"), ("llama", "model:twigs", 1.0, 2, "exact"),
     ]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model, name, temperature, batch, accept, operators", TRACED)
+@pytest.mark.parametrize("model, name, temperature, batch, accept", TRACED)
 @pytest.mark.usefixtures("traced")
 def test_traced_steps_are_the_eager_ones_and_never_recompile(
-    switch, model, name, temperature, batch, accept, operators
+    model, name, temperature, batch, accept
 ):
     """Of every drafter and shape of tree; slow tests compile some."""
-    switch([] if operators else ["all"])
     check_compiled(model, name, temperature, batch, accept)
 
 
 @pytest.mark.slow  # half a minute each in the compiler, 40 s with 60 nodes
 @pytest.mark.parametrize(
-    "model, name, temperature, batch, operators",
+    "model, name, temperature, batch",
     [
-        ("llama", "model:short chain", 1.0, 1, False), ("mixtral", "eagle+ngram:trimmed:tiny", 1.0, 2, False),
-        ("llama", "tiny", 1.0, 2, True), ("llama", "twigs", 0.0, 1, True), ("mixtral", "tiny", 1.0, 2, True),
-        ("llama", "model:twigs", 1.0, 2, True), ("llama", "eagle+ngram:tiny", 1.0, 1, True), ("llama", "ngram", 0.0, 2, True),
-        ("eagle3", "tiny", 1.0, 2, True), ("llama", "dynamic", 1.0, 2, True), ("llama", "static", 0.0, 1, True),
-        ("llama", "chain", 1.0, 1, True), ("mixtral", "dynamic", 0.0, 1, True), ("llama", "model:chain", 1.0, 2, True),
-        ("llama", "trimmed:dynamic", 1.0, 2, True),
+        ("llama", "model:short chain", 1.0, 1), ("mixtral", "eagle+ngram:trimmed:tiny", 1.0, 2),
+        ("llama", "tiny", 1.0, 2), ("llama", "twigs", 0.0, 1), ("mixtral", "tiny", 1.0, 2),
+        ("llama", "model:twigs", 1.0, 2), ("llama", "eagle+ngram:tiny", 1.0, 1), ("llama", "ngram", 0.0, 2),
+        ("eagle3", "tiny", 1.0, 2), ("llama", "dynamic", 1.0, 2), ("llama", "static", 0.0, 1),
+        ("llama", "chain", 1.0, 1), ("mixtral", "dynamic", 0.0, 1), ("llama", "model:chain", 1.0, 2),
+        ("llama", "trimmed:dynamic", 1.0, 2),
     ],
 )  # fmt: skip
 def test_compiled_steps_are_the_eager_ones_and_never_recompile(
-    switch, model, name, temperature, batch, operators
+    switch, model, name, temperature, batch
 ):
-    switch([] if operators else ["all"])
+    switch(["all"])
     check_compiled(model, name, temperature, batch)
 
 

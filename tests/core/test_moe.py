@@ -118,9 +118,10 @@ def test_registration():
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
 )
-@pytest.mark.parametrize("format", ["float", *(pytest.param(f, marks=OPERATORS) for f in FORMATS)])
-def test_one_graph_for_every_routing(backend, format):
+@pytest.mark.parametrize("format", ["float", *FORMATS])
+def test_one_graph_for_every_routing(monkeypatch, backend, format):
     """Which experts are hit is data: it may not become a shape, or a guard, of the graph."""
+    monkeypatch.setattr("backends.library._cpp_available", [False])
     layer = feed_forward(format)
     counter = CompileCounterWithBackend(backend)
     torch._dynamo.reset()

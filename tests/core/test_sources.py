@@ -345,9 +345,8 @@ def test_a_benchmark_makes_the_drafter(draft):
 @pytest.mark.slow  # ten to twenty seconds each
 @pytest.mark.parametrize("make", [recycler, looker])
 @pytest.mark.usefixtures("traced")
-def test_traced_steps_give_the_same_tokens(monkeypatch, make):
+def test_traced_steps_give_the_same_tokens(make):
     """Captured as on CUDA."""
-    monkeypatch.setattr("backends.library._cpp_available", [False])
     torch._dynamo.reset()
     options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2}
     plain = golden_run(RootOnly(), LOOP, PROMPTS[1], **options)

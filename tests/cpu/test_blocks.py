@@ -1,4 +1,5 @@
-"""Weights in the blocks of a GGUF file: numbers, packing, products, embeddings, wrong operands.
+"""Weights in the blocks of a GGUF file: numbers, packing, products, embeddings, wrong operands. The properties that
+products of all formats share are tested here for those of test_kernels_cpu.py, too.
 
 Numbers equal the package gguf's bit for bit. The product has a bound: u = 2^-24 is fp32's unit
 roundoff, B the number of groups of k, t a row's rounded activations times the terms of the weights,
@@ -21,6 +22,7 @@ import pytest
 import torch
 from test_builds import OTHERS
 from test_kernels_cpu import (
+    KINDS,
     U,
     assert_within,
     built,
@@ -29,6 +31,7 @@ from test_kernels_cpu import (
     check_product,
     check_rows_alone,
     check_variant,
+    make_case,
     random,
     rounding_steps,
 )
@@ -103,6 +106,14 @@ class Case:
         """Most that rounding the activations may change, [M, N]."""
         halves = (0.5 + 2**-8) * rounding_steps(x, self.block, self.farthest)  # [M, B]
         return halves.repeat_interleave(self.block, 1).double() @ self.weight.double().abs().T
+
+
+FORMATS = [*KINDS, *BLOCK_KINDS]
+
+
+def case_of(format: str | tuple, n: int = N, k: int = K):
+    """A layer with random weights of any format."""
+    return Case(format, n, k) if format in BLOCK_KINDS else make_case(format, n, k)
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -206,34 +217,43 @@ def test_the_largest_sums_of_integer_scales_fit_32_bits(name, build):
     assert_within(y, case.reference(x), 2 * case.rounding(x))
 
 
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-def test_a_wrong_code_is_seen(name):
-    """One bit of a code among 256 x 77 breaks the bound against the reference."""
-    case = Case(name, k=256)
-    case.blocks.content[70, 60 if case.kind.elements == 256 else 10] ^= 1
-    case.packed, _ = packed_blocks(case.blocks)
-    x = random(5, 256)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_wrong_code_is_seen(format):
+    """One of 256 x 77 codes off by one step breaks the bound against the reference."""
+    case, x = case_of(format, k=256), random(5, 256)
+    if format in BLOCK_KINDS:
+        case.blocks.content[70, 60 if case.kind.elements == 256 else 10] ^= 1
+        case.packed, _ = packed_blocks(case.blocks)
+    else:
+        case.codes[70, 200] += 1 if case.codes[70, 200] < 7 else -1
     with pytest.raises(AssertionError, match="outputs are off"):
-        assert_within(case.operator(x), case.reference(x), case.rounding(x))
+        assert_within(case.operator(x, True), case.reference(x), case.rounding(x))
+
+
+def rows_of_panels(format: str | tuple) -> Tensor:
+    """64 rows, some with outliers. K has panels and a ragged end; int8: 10 blocks and 20 values."""
+    k = K if format in BLOCK_KINDS else 1408 if format[1] else 1300
+    x = random(64, k, seed=1)
+    x[::3, ::97] *= 30
+    return x
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-def test_a_row_does_not_depend_on_the_others(name, dtype):
-    x = random(64, K, seed=1).to(dtype)
-    x[::3, ::97] *= 30  # outliers in some rows
-    check_rows_alone(Case(name), x)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_row_does_not_depend_on_the_others(format, dtype):
+    x = rows_of_panels(format).to(dtype)
+    check_rows_alone(case_of(format, k=x.shape[1]), x)
 
 
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-def test_leading_dimensions_and_strides(name):
-    case = Case(name, n=33, k=256)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_leading_dimensions_and_strides(format):
+    case = case_of(format, 33, 256)
     check_leading_dimensions(case.operator, random(3, 4, 512)[..., :256])
 
 
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-def test_threads_do_not_matter(name):
-    case = Case(name, n=1000, k=512)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_threads_do_not_matter(format):
+    case = case_of(format, 1000, 512)
     x = random(60, 512)
     ids = torch.arange(1000).repeat(2)
     want = case.operator(x), case.weight[ids]
@@ -241,6 +261,8 @@ def test_threads_do_not_matter(name):
         for threads in (2, 3):
             torch.set_num_threads(threads)
             assert torch.equal(case.operator(x), want[0])
+            if format not in BLOCK_KINDS:
+                continue
             assert torch.equal(packed_blocks(case.blocks)[0], case.packed)
             out = torch.empty(2000, 512)
             OPERATORS.read_rows(case.packed, case.table, ids, out)
@@ -250,9 +272,9 @@ def test_threads_do_not_matter(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-def test_numbers_at_the_edges(name, dtype):
-    check_edges(Case(name, n=33, k=256), dtype)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_numbers_at_the_edges(format, dtype):
+    check_edges(case_of(format, 33, 256), dtype)
 
 
 @pytest.mark.parametrize("name", BLOCK_KINDS)
@@ -275,11 +297,13 @@ def test_the_largest_codes(name):
 
 
 @pytest.mark.parametrize("march", OTHERS)
-@pytest.mark.parametrize("name", BLOCK_KINDS)
-def test_variants_agree(name, march):
-    case, x = Case(name), random(64, K, seed=1)
-    x[::3, ::97] *= 30
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_variants_agree(format, march):
+    x = rows_of_panels(format)
+    case = case_of(format, k=x.shape[1])
     check_variant(case, x, march)
+    if format not in BLOCK_KINDS:
+        return check_variant(case, x.bfloat16(), march)
     operators = getattr(torch.ops, built(march))
     out = torch.empty_like(case.packed)
     operators.pack_blocks(case.blocks.content, case.kind.type_id, None, out)

@@ -20,12 +20,12 @@ from torch import Tensor
 import reference
 from backends.library import has_cpu_operators
 from decode import REPORT, DecodeState
-from draft_tree import Accepted, Candidates, DecodedTokens, Frontier, Level, Scores
+from draft_tree import Candidates, DecodedTokens, Frontier, Level, Scores
 from drafters import DrafterUpdate, RootOnly
 from drafts.deferred import MAX_KEPT, LazyState, RestingDrafter
 from drafts.kept_texts import PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
-from drafts.ngram_estimates import DEPTHS, RATES, Rates
+from drafts.ngram_estimates import RATES, Rates
 from helpers import no_candidates, not_refused
 from reference import TORCH, build_tree, choose, joined
 from runtime import replace_fields
@@ -428,36 +428,3 @@ def check_passes(vocab: int, tokens: torch.Tensor, ngram: Ngram, stored: bool) -
             text = whole(vocab, 9).tolist()
             for drafter in drafters:
                 drafter.kept.add(text)
-
-
-def test_what_the_compiler_is_told():
-    """Shapes, types and what is written, of every operator that a step may be traced with."""
-    torch.manual_seed(0)
-    levels, ran = pool_of(2, [3, 6], [2], False)
-    columns, text = [list(column) for column in zip(*levels)], text_of(2)
-    front, tree = front_of(2, 2, 4), tree_of(2, 4)
-    noise = torch.randn(2, 3, 9)
-    scores = Scores(torch.randn(2, 2, 9), noise=noise, level=1, temperature=torch.ones(2))
-    accepted = OURS.accept(tree, whole(3, 2, 4), 2)
-    state = state_of(2, 12, text.pos, text.pos + 9, torch.zeros(2).bool())
-    cases = {
-        "expand_frontier": (*scores, *front.for_cpp(), *Level(3, 2, 4, 2, 4)),
-        "gumbel": (whole(9, 2, 2), *text[1:], text[1], torch.tensor([True, False]), text[1], 3, 9, 0),
-        "cut": (torch.randn(2, 3, 9), torch.ones(2), torch.tensor([0, 2]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0]), None, None, None),
-        "select_nodes": (*columns, ran, None, 4, *text),
-        "accept": (*tree.for_cpp(), whole(3, 2, 4), 2),
-        "advance": (*state[:5], tree.tokens, *accepted[:3], whole(9, 1), torch.randn(2, 4, 6), REPORT),
-        "place_rows": (text.pos, None, whole(3, 2, 4), 4, 0, 0),
-        "causal": (text.pos, 3, 1),
-        "keep_rows": (torch.zeros(2, 5, 6), torch.tensor([0, 9]), text.pos, torch.randn(2, 3, 6), torch.tensor([1, 3])),
-        "ngram_match": (*text, torch.tensor([1, -1]), 3, 2, 1, 3),
-        "ngram_draft": (
-            *text, torch.tensor([1, -1]), torch.zeros(2, 9).long(), torch.zeros(2, 9), torch.zeros(2, 9).long(),
-            torch.zeros(2, 3).long(), torch.full((2,), -1), torch.ones(2, 4, 3, DEPTHS, 2), torch.zeros(2, 2), 1, 2, (1, 2), RATES,
-        ),
-        "add_chains": (*joined(levels), whole(9, 2, 2, 3), torch.ones(2, 2).long()),
-    }  # fmt: skip
-    for name, operands in cases.items():
-        operator = getattr(CPP, name).default
-        torch.library.opcheck(operator, operands, test_utils=("test_schema", "test_faketensor"))
-    assert Accepted._fields == ("path", "length", "emitted", "moves")

@@ -228,12 +228,12 @@ def test_a_layer_multiplies_with_its_dequantized_weight(products, quant, dtype, 
         assert torch.equal(layer(x[1, 4]), got[1, 4]) or products == "references"
 
 
-@OPERATORS
 @pytest.mark.parametrize("quant", SMALL, ids=name_of)
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
 )
-def test_captures_whole_and_gives_the_same_bits(quant, backend):
+def test_captures_whole_and_gives_the_same_bits(monkeypatch, quant, backend):
+    without_operators(monkeypatch)
     torch._dynamo.reset()
     for dtype in (torch.float32, torch.bfloat16):
         layer = rounded(quant.format, random(40, 64), None, quant.group_size)
