@@ -1,12 +1,15 @@
 """The rank of this process, as torchrun gives it in the environment. Imports no torch.
 
-Not here: the other processes (run/ranks.py).
+Not here: the other processes (run/ranks.py), which are loaded only where there are some.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import NamedTuple
+
+from options import load_part
 
 
 class Rank(NamedTuple):
@@ -37,3 +40,11 @@ def this_rank() -> Rank:
                 f"{rule}; start the ranks with torchrun --nproc_per_node N, or unset WORLD_SIZE"
             )
     return Rank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+
+
+def of_ranks(name: str, alone: Callable) -> Callable:
+    """Return a function of run/ranks.py or run/tp.py; `alone` in a process of its own.
+
+    Raises: ValueError where the environment has only a part of torchrun's settings.
+    """
+    return load_part("ranks", name) if this_rank().world_size > 1 else alone

@@ -394,12 +394,14 @@ def load_model(
     device: str = "cpu",
     quant: Quantization | None = None,
     source: TensorSource | None = None,
+    config: ModelConfig | None = None,
 ) -> Transformer:
     """Load a checkpoint of the LLaMA family: a Hugging Face directory, or a GGUF file.
 
     dtype: None keeps the checkpoint's own
     quant: quantize while loading
     source: read from here instead of the files
+    config: of these tensors; None: config.json's
 
     Returns: the model in eval mode, mixtures included. Anonymous memory peaks at 1.2 times the
     loaded model plus one weight, at most.
@@ -408,7 +410,7 @@ def load_model(
     if device.startswith("cpu"):
         has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
-    config = read_config(path, files.config)
+    config = config or read_config(path, files.config)
     saved = saved_quantization(files.config)
     if dtype is None:
         if config.dtype not in DTYPES:

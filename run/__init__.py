@@ -1,6 +1,6 @@
 """Sessions, requests, all options, the terminal, ranks. Without it one prompt is answered."""
 
-# functions that only one of several ranks calls (run/rank.py)
+# functions that only one of several ranks calls (files/rank.py)
 OF_RANKS = (
     "check",
     "check_same_on_all_ranks",

@@ -29,6 +29,7 @@ import torch
 
 from files.chat import OnTerminal
 from files.io import StatusLine, write_text
+from files.rank import of_ranks
 from files.tokenizer import Tokenizer
 from options import load_part, log_note, require
 from run.engine import Engine
@@ -42,7 +43,6 @@ from run.prompts import (
     for_one_answer,
     with_options,
 )
-from run.rank import of_ranks
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary

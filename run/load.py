@@ -25,7 +25,7 @@ from files.fetch import with_files
 from files.machine import has_cpu_operators
 from files.memory import free_bytes
 from files.not_finite import check_small_weights
-from files.rank import this_rank
+from files.rank import of_ranks, this_rank
 from files.weights import int4_group, keeps_blocks, load_model
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
@@ -36,7 +36,6 @@ from run.methods import MTP, has_drafts, spec_of
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
 from run.prompts import read_grammar
-from run.rank import of_ranks
 from run.resolved import resolve_draft, tree_options
 from run.stats import sequence_memory, slot_bytes
 from run.warm_up import warm_up

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts: their ranks, checks and printing.
+"""The processes that torchrun starts: their checks and printing, where there are several.
 
 1. `init_ranks` meets the other ranks; `check_same_on_all_ranks` compares their options, prompts and
    software.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from files.rank import Rank, this_rank
 from options import one_line
 from run.load import set_cuda_device
 from run.options import GenerateConfig, pick_device
-from run.parsing import one_line_errors
 
 TIMEOUT_S = 600  # to wait for the others: one may compile, or read from a slow disk
 WAIT_FOR_RANK_0_S = 3  # seconds that another rank waits for rank 0 to report the same failure
@@ -39,29 +38,22 @@ class RankLost(RuntimeError):
     """Another rank has ended, or cannot be reached."""
 
 
-def refuse_torchrun() -> None:
-    """Check that torchrun has not started several processes of a program that splits nothing.
+def refuse_torchrun() -> NoReturn:
+    """Refuse several processes of a program that splits nothing.
 
     Raises: ValueError, on rank 0; the other ranks exit silently with status 2.
     """
-    here = this_rank()
-    if here.rank:
+    if this_rank().rank:
         sys.exit(2)
-    if here.world_size > 1:
-        raise ValueError(
-            "torchrun splits what generate.py loads, and nothing else; "
-            "start this program without it"
-        )
+    raise ValueError(
+        "torchrun splits what generate.py loads, and nothing else; start this program without it"
+    )
 
 
 @contextmanager
 def report_from_rank_0(program: str) -> Iterator[None]:
-    """Let rank 0 alone print, and let one rank report why all end. Without torchrun, do nothing."""
-    with one_line_errors(program):
-        here = this_rank()
-    if here.world_size == 1:
-        yield
-        return
+    """Let rank 0 alone print, and let one rank report why all end."""
+    here = this_rank()
     silent = here.rank > 0
     errors = io.StringIO()
     stdout = sys.stdout
@@ -135,21 +127,19 @@ def check(config: GenerateConfig) -> None:
         refused["--interactive"] = "there is one keyboard: use --prompt_file with turns"
     if os.path.exists(path) and not os.path.isfile(path):
         refused[f"--prompt_file {path}"] = "all ranks read it: use a file"
-    if refused and this_rank().world_size > 1:
+    if refused:
         flag, reason = next(iter(refused.items()))
         raise ValueError(f"{flag} cannot go with torchrun: {reason}")
 
 
 def init_ranks(config: GenerateConfig, prompts: list) -> GenerateConfig:
-    """Meet the other ranks, if torchrun has started any.
+    """Meet the other ranks.
 
     Returns: the options of this rank: with its device, and with files for rank 0 only.
     Raises: ValueError where a rank has no device, or where ranks have different options, prompts or
         software.
     """
     here = this_rank()
-    if here.world_size == 1:
-        return config
     device = _device(config, here)
     timeout = timedelta(seconds=TIMEOUT_S)
     with collective_errors():
@@ -195,13 +185,7 @@ def check_same_on_all_ranks(config: GenerateConfig, **others: Any) -> None:
 
     Raises: ValueError with the first difference.
     """
-    world = this_rank().world_size
-    if world == 1:
-        return
-    mine = asdict(config) | others | dict.fromkeys((*FILES, "device"))
-    gathered: list[dict] = [{}] * world
-    with collective_errors():
-        dist.all_gather_object(gathered, mine)
+    gathered = _gather(asdict(config) | others | dict.fromkeys((*FILES, "device")))
     names = {name: None for values in gathered for name in values}  # in order, each once
     for name in names:
         check_same(name, [values.get(name) for values in gathered])
@@ -209,13 +193,15 @@ def check_same_on_all_ranks(config: GenerateConfig, **others: Any) -> None:
 
 def smallest(value: int) -> int:
     """Return the smallest of all ranks' values."""
-    world = this_rank().world_size
-    if world == 1:
-        return value
-    gathered = [value] * world
+    return min(_gather(value))
+
+
+def _gather(value: Any) -> list:
+    """Return all ranks' values, in the order of the ranks."""
+    gathered = [value] * this_rank().world_size
     with collective_errors():
         dist.all_gather_object(gathered, value)
-    return min(gathered)
+    return gathered
 
 
 def check_same(name: str, values: list) -> None:

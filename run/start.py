@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from files.fetch import with_files
 from files.head_kinds import head_kind
 from files.io import is_gguf, is_terminal, read_json
-from files.rank import is_alone
+from files.rank import is_alone, of_ranks
 from files.registry import check_architecture
 from options import load_part, require
 from run.options import GenerateConfig
 from run.parsing import one_line_errors, parse_given
 from run.prompts import Conversation, read_grammar, read_prompts
-from run.rank import of_ranks
 
 if TYPE_CHECKING:  # its imports take time that --help has not
     from files.chat import TextFiles

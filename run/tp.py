@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 4 generate.py --checkpoint DIR --prompt "The capital of"
     torchrun --nproc_per_node 2 generate.py --checkpoint checkpoints/demo --device cpu
 
-1. A rank loads its `ShardedFiles`: its heads and its columns of each feed-forward, cut first, then
-   quantized. int4 has the codes of one device. In int8, o and down get a scale per output and rank,
-   so tokens may differ from those of one device.
+1. Every `Project` is split by a rule: by its outputs, or by its inputs where it is row-parallel. A
+   rank loads its `Cut` of each weight, cut first, then quantized. int4 has the codes of one device.
+   In int8, o and down get a scale per output and rank, so tokens may differ from one device's.
 2. `SumRanks`, a step behind row-parallel projections, sums the ranks' outputs. CPUs add in fp32, in
    the order of the ranks. NCCL's order may vary with the number of rows from 3 ranks on, so near
    ties may differ.
@@ -22,11 +22,12 @@ processes themselves (ranks.py). CUDA and several machines follow the same path 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import gcd
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 
 import files.weights
 import sampling
-from files.checkpoint import Codes, TensorSource, saved_quantization, scale_name
+from files.checkpoint import Codes, TensorSource, scale_name
 from files.config import open_source, read_config
 from files.rank import Rank, this_rank
 from model import ModelConfig, Transformer
@@ -46,149 +47,125 @@ from run.ranks import collective_errors, refuse_torchrun
 from sampling import SamplingTensors
 from steps import Merge, Project, Rows, Step, parameters_of
 
+# sizes of a `ModelConfig` of which every rank has an equal part
+SHARED_SIZES = ("n_heads", "ffn_dim", "expert_dim", "shared_dim")
+
 # ------------------------------------------------------------------------------------------- shares
 
 
-class ShardedFiles(TensorSource):
-    """One rank's part of a checkpoint: the files of a smaller model.
+class Cut(NamedTuple):
+    """A rank's part of the weights of one name."""
+
+    dim: int  # 0: some of the outputs; 1: some of the inputs
+    parts: int
+    own: int  # the number of the part
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """View this part of a weight, its codes, scales or bias.
+
+        Raises: ValueError where it has no equal parts.
+        """
+        if tensor.dim() <= self.dim or tensor.shape[self.dim] == 1:
+            return tensor  # a bias, scales of outputs
+        size, rest = divmod(tensor.shape[self.dim], self.parts)
+        if rest:
+            raise ValueError(
+                f"{name} has shape {[*tensor.shape]}, and {self.parts} ranks do not divide "
+                f"{tensor.shape[self.dim]}; start fewer, or use another file"
+            )
+        return tensor.narrow(self.dim, self.own * size, size)
+
+
+def cuts_of(config: ModelConfig, here: Rank) -> dict[str, Cut]:
+    """Return the last part of the name of every split weight -> its cut.
+
+    KV heads that are fewer than ranks are each on several of them.
+    """
+    kv_parts = min(here.world_size, config.n_kv_heads)
+    of_kv = Cut(0, kv_parts, here.rank * kv_parts // here.world_size)
+    cuts = {}
+    for step in _steps_of(config):
+        names = ()
+        if isinstance(step, Project):
+            names = config.names[f"experts.{step.name}" if step.experts else step.name]
+        elif "sinks.weight" in parameters_of(step):
+            names = config.names["sinks"]
+        for name in (name.rpartition(".")[2] for name in names):
+            dim = int(isinstance(step, Project) and step.row_parallel)
+            is_kv = name in ("k_proj", "v_proj")
+            cuts[name] = of_kv if is_kv else Cut(dim, here.world_size, here.rank)
+    return cuts
+
+
+def _steps_of(config: ModelConfig) -> set[Step]:
+    return {step for i in range(config.n_layers) for step in config.layer(i)}
+
+
+def share_of(files: TensorSource, config: ModelConfig, here: Rank) -> TensorSource:
+    """Return one rank's part of the tensors of a checkpoint.
 
     A part is a view of the tensor in the file. A weight that must be decoded (GGUF, codes of other
     projects) is complete in memory meanwhile; of one that a source makes anew a part is a copy.
     """
+    cuts = cuts_of(config, here)
 
-    def __init__(self, files: TensorSource, here: Rank):
-        """Raises: ValueError where the model cannot be split into so many parts."""
-        self.path = files.path
-        self.note = files.note
-        self.block_types = files.block_types
-        self.type_of = files.type_of
-        self.makes_tensors = files.makes_tensors
-        self.has_groups_of_int8 = files.has_groups_of_int8
-        self.here = here
-        config = read_config(files.path, files.config)
-        self.full_config = config
-        check_parts(config, here.world_size, files.path)
-        self.kv_parts = min(here.world_size, config.n_kv_heads)
-        self.split_dims = split_dims(config)
-        self.config = files.config | {
-            "num_attention_heads": config.n_heads // here.world_size,
-            "intermediate_size": config.ffn_dim // here.world_size,
-            "num_key_value_heads": config.n_kv_heads // self.kv_parts,
-            "head_dim": config.head_dim,
-        }
-        # of the architectures that have them
-        parts = {"moe_intermediate_size": "w2", "shared_expert_intermediate_size": "shared_w2"}
-        for step in {step for i in range(config.n_layers) for step in config.layer(i)}:
-            for name, of_step in parts.items():
-                is_expert = isinstance(step, Project) and step.name == of_step
-                if is_expert and (step.experts or name != "moe_intermediate_size"):
-                    self.config[name] = step.inputs // here.world_size
-        self.readers = {
-            name: partial(self._read_part, name, read) for name, read in files.readers.items()
-        }
-        self.quantized = {
-            name: partial(self._codes, name, read) for name, read in files.quantized.items()
-        }
+    def cut_of(name: str) -> Cut | None:
+        return cuts.get(name.split(".")[-2]) if "." in name else None
 
-    def _read_part(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        tensor = read()
-        part = self._cut(name, tensor)
-        if self.makes_tensors and part is not tensor:
-            return part.clone()  # the complete tensor is freed
-        return part
+    def read_part(name: str, read: Callable[[], Tensor]) -> Tensor:
+        part = cut_of(name).of(name, read())
+        return part.clone() if files.makes_tensors else part  # the complete tensor is freed
 
-    def _codes(self, name: str, read: Callable[[], Codes]) -> Codes:
+    def read_codes(name: str, read: Callable[[], Codes]) -> Codes:
+        cut = cut_of(name)
         codes, *scales = read()
-        scale = scales[0]
-        grouped = scale.dim() > 1 and scale.shape[-1] > 1
-        if grouped and self.split_dims.get(name.split(".")[-2]) == 1:
-            # a group of the files may be several of ours
-            group = codes.shape[1] // scale.shape[1]
-            check_parts(self.full_config, self.here.world_size, self.path, group)
-        parts = [self._cut(name, codes)]
-        for tensor in scales:
-            parts.append(tensor if tensor is None else self._cut(scale_name(name), tensor))
-        return Codes(*parts)
+        parts = [None if each is None else cut.of(scale_name(name), each) for each in scales]
+        return Codes(cut.of(name, codes), *parts)
 
-    def _cut(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part, also of codes, scales and biases.
-
-        A tensor of a wrong shape stays complete: the loader reports it.
-        """
-        layer = name.split(".")[-2] if "." in name else ""
-        dim = self.split_dims.get(layer)
-        if dim is None:
-            return tensor
-        if tensor.dim() <= dim or tensor.shape[dim] == 1:  # a bias, scales of outputs
-            return tensor
-        parts = self.here.world_size
-        part = self.here.rank
-        if layer in ("k_proj", "v_proj"):
-            part = part * self.kv_parts // parts
-            parts = self.kv_parts
-        size, rest = divmod(tensor.shape[dim], parts)
-        if rest:
-            return tensor
-        return tensor.narrow(dim, part * size, size)
+    share = copy(files)
+    share.readers = {
+        name: partial(read_part, name, read) if cut_of(name) else read
+        for name, read in files.readers.items()
+    }
+    share.quantized = {
+        name: partial(read_codes, name, read) if cut_of(name) else read
+        for name, read in files.quantized.items()
+    }
+    return share
 
 
-def split_dims(config: ModelConfig) -> dict[str, int]:
-    """Return the last part of the name of every split weight -> 0: by outputs; 1: by inputs."""
-    dims = {}
-    for step in {step for i in range(config.n_layers) for step in config.layer(i)}:
-        if isinstance(step, Project):
-            names = config.names[f"experts.{step.name}" if step.experts else step.name]
-            dims |= {name.rpartition(".")[2]: int(step.row_parallel) for name in names}
-        elif "sinks.weight" in parameters_of(step):
-            dims |= {name.rpartition(".")[2]: 0 for name in config.names["sinks"]}
-    return dims
+def config_of_share(config: ModelConfig, world: int) -> ModelConfig:
+    """Return the settings of the model that one of so many ranks has."""
+    sizes = {name: getattr(config, name) for name in SHARED_SIZES if hasattr(config, name)}
+    parts = {name: size // world for name, size in sizes.items()}
+    return replace(config, **parts, n_kv_heads=max(1, config.n_kv_heads // world))
 
 
-def split_inputs(config: ModelConfig) -> list[int]:
-    """Return the numbers of split inputs: of o, and of down in experts, dense layers or both."""
-    steps = {step for i in range(config.n_layers) for step in config.layer(i)}
-    split = [step for step in steps if isinstance(step, Project) and step.row_parallel]
-    # o, experts, the shared one, the dense feed-forward
-    split.sort(key=lambda step: (step.name != "wo", not step.experts, step.name != "shared_w2"))
-    return [step.inputs for step in split]
+def split_inputs(config: ModelConfig) -> set[int]:
+    """Return the sizes of inputs that ranks share."""
+    return {s.inputs for s in _steps_of(config) if isinstance(s, Project) and s.row_parallel}
 
 
-def check_parts(
-    config: ModelConfig, world: int, path: Path, group: int = 1, smaller: bool = False
-) -> None:
-    """Check that so many ranks can have equal parts of a model. Raises: ValueError.
-
-    group: inputs that share a scale, and must be on one rank
-    smaller: whether group_size can change it
-    """
+def check_parts(config: ModelConfig, world: int, path: Path) -> None:
+    """Check that so many ranks can have equal parts of a model. Raises: ValueError."""
     if config.state_shapes is not None:
         raise ValueError(f"{path}: a model with recurrent layers runs on one rank; start one")
     if len(set(map(config.kv_shape, range(config.n_layers)))) > 1:
         raise ValueError(f"{path}: a model with heads of two widths runs on one rank; start one")
-    inputs = split_inputs(config)
     kv_heads = config.n_kv_heads
+    inputs = sorted(split_inputs(config))
 
-    def fits(n: int, group: int) -> bool:
-        if config.n_heads % n or any(size % (n * group) for size in inputs):
-            return False
-        return kv_heads % n == 0 or n % kv_heads == 0
+    def fits(n: int) -> bool:
+        has_parts = not any(size % n for size in (config.n_heads, *inputs))
+        return has_parts and (kv_heads % n == 0 or n % kv_heads == 0)
 
-    if fits(world, group):
-        return
-    columns = " and ".join(str(size) for size in inputs[1:])
-    sizes = f"{config.n_heads} heads and {columns} columns of the feed-forward"
-    if group > 1:
-        sizes += f" in whole groups of {group}"
-    rule = (
-        f"the number of ranks must divide {sizes}, "
-        f"and divide {kv_heads} KV heads or be a multiple of them"
-    )
-    numbers = [n for n in range(1, 65) if n == 1 or fits(n, group)]
-    remedy = f"make it {' or '.join(str(n) for n in numbers)}"
-    smaller_group = gcd(group, *(size // world for size in inputs))
-    if smaller and smaller_group >= 32 and fits(world, smaller_group):
-        remedy += f", or use group_size={smaller_group}"
-    raise ValueError(f"{path}: {rule}; it is {world}: {remedy}")
+    if not fits(world):
+        numbers = " or ".join(str(n) for n in range(1, 65) if fits(n))
+        raise ValueError(
+            f"{path}: the number of ranks must divide {config.n_heads} heads and weights of "
+            f"{' and '.join(map(str, inputs))} inputs, and divide {kv_heads} KV heads or be a "
+            f"multiple of them; it is {world}: make it {numbers}"
+        )
 
 
 def load_model(
@@ -205,42 +182,36 @@ def load_model(
     here = this_rank()
     if not dist.is_initialized():
         refuse_torchrun()
-    share = ShardedFiles(source or open_source(path), here)
+    whole = source or open_source(path)
+    config = read_config(path, whole.config)
+    check_parts(config, here.world_size, path)
     if quant is not None:  # the groups of one device
-        sizes = (share.full_config.dim, *split_inputs(share.full_config))
+        sizes = (config.dim, *split_inputs(config))
         quant = fit_group(quant, {f"a layer with {size} inputs": size for size in sizes})
-    form = saved_quantization(share.config) or quant
-    if form is not None and (form.saved or form.format == "int4"):
-        check_parts(
-            share.full_config, here.world_size, path, max(form.group_size, 1), not form.saved
-        )
-    model = files.weights.load_model(path, dtype, device, quant, share)
+    share = share_of(whole, config, here)
+    part = config_of_share(config, here.world_size)
+    model = files.weights.load_model(path, dtype, device, quant, share, part)
     for layer in model.layers:
         layer.steps = with_sums(layer.steps)
         for step in layer.steps:
-            if not isinstance(step, Project) or not step.row_parallel:
-                continue
-            part = getattr(layer, step.name)
-            if _is_split(step):
-                part.fp32_out = device == "cpu"
-            if here.rank:  # rank 0 adds the bias
-                part.bias = None
+            if isinstance(step, Project) and step.row_parallel:
+                linear = getattr(layer, step.name)
+                linear.fp32_out |= _is_summed(step) and device == "cpu"
+                if here.rank:  # rank 0 adds the bias
+                    linear.bias = None
     return model
 
 
-def _is_split(step: Step) -> bool:
+def _is_summed(step: Step) -> bool:
     """Return whether ranks sum the outputs of a step; those of experts are merged first."""
-    return isinstance(step, Project) and step.row_parallel and not step.experts
+    is_split = isinstance(step, Project) and step.row_parallel and not step.experts
+    return is_split or isinstance(step, Merge)
 
 
 def with_sums(steps: Iterable[Step]) -> tuple[Step, ...]:
     """Add the sums over the ranks to the steps of a layer."""
-    split = []
-    for step in steps:
-        split.append(step)
-        if isinstance(step, Merge) or _is_split(step):
-            split.append(SumRanks())
-    return tuple(split)
+    each = ((step, SumRanks()) if _is_summed(step) else (step,) for step in steps)
+    return tuple(chain.from_iterable(each))
 
 
 def split_lm_head(target: Transformer, method: DraftMethod) -> DraftMethod:

@@ -42,6 +42,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from files.rank import of_ranks
 from options import log_note
 from run.engine import Engine
 from run.generate import load
@@ -49,7 +50,6 @@ from run.methods import told_draft
 from run.observer import Observer
 from run.options import Sampling
 from run.parsing import one_line_errors
-from run.rank import of_ranks
 from run.warm_up import warm_up
 from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal

@@ -20,6 +20,7 @@ from backends.fusions import MergedLayers, fuse
 from eagle_draft import EagleConfig
 from files import registry
 from files.eagle_variants import Eagle3Variant, make_head
+from files.rank import Rank
 from helpers import COMPILER
 from kv_cache import KVCache, Window, by_shape
 from model import ModelConfig, Transformer, run_layers, weight_names, windows_of
@@ -33,7 +34,7 @@ from models.mixtures import Qwen
 from models.qwen3_5 import Qwen35
 from models.steps import AddShared, Scale
 from reference import TORCH, choose, use_backend
-from run.tp import SumRanks, split_dims, with_sums
+from run.tp import SumRanks, cuts_of, with_sums
 from steps import Add, Copy, Project, Rows, Step, run_steps
 
 SIZES = (64, 3, 4, 2, 16, 96, 50)
@@ -275,7 +276,7 @@ def test_ranks_add_up_what_they_share(name):
     projections = [
         s for i in range(config.n_layers) for s in config.layer(i) if isinstance(s, Project)
     ]
-    assert {0, 1} <= set(split_dims(config).values())
+    assert {0, 1} == {cut.dim for cut in cuts_of(config, Rank(0, 2, 0)).values()}
     assert {step.row_parallel for step in projections if step.name in ("wo", "w2")} == {True}
 
 

@@ -23,8 +23,8 @@ from test_quantized_files import write_random_model as write_of_others
 
 import decode
 from files import memory
-from files.checkpoint import Codes, scale_name
-from files.config import config_from, open_source
+from files.checkpoint import Codes, TensorSource, scale_name
+from files.config import config_from, open_source, read_config
 from files.rank import Rank
 from files.rounding import quantize_directory
 from files.weights import export_weights, load_model
@@ -36,7 +36,6 @@ from run import generate, ranks, tp
 from run.engine import Engine
 from run.options import DEMO, GenerateConfig, Sampling
 from run.parsing import one_line_errors
-from run.tp import ShardedFiles
 from sampling import SamplingMode, SamplingTensors
 from tp_cases import features
 
@@ -273,10 +272,8 @@ def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature)
 
 def test_what_ranks_refuse(quick):
     found = {name: case["error"] for name, case in quick.found[4].items() if "error" in case}
-    path = quick.cases[4]["large groups"]["checkpoint"]
     assert found == {
-        "large groups": f"{path}: the number of ranks must divide 4 heads and 256 columns of the feed-forward in whole "
-        "groups of 64, and divide 2 KV heads or be a multiple of them; it is 4: make it 1 or 2, or use group_size=32",
+        "large groups": "int4 group size 64 does not divide in_features 32 of layers.0.wo.weight; use group_size=32",
         "other trees": "all ranks need the same tree_depth; it is 6 on rank 0 and 5 on rank 1: start them alike",
         "queue": "--prompt_file /dev/null cannot go with torchrun: all ranks read it: use a file",
         "auto": "--tree auto cannot go with torchrun: it goes by the ranks' clocks, which differ: use --tree dynamic",
@@ -287,8 +284,9 @@ def test_what_ranks_refuse(quick):
 # ------------------------------------------------------------------------------------------- shares
 
 
-def parts_of(path: str | Path, world: int) -> list[ShardedFiles]:
-    return [ShardedFiles(open_source(Path(path)), Rank(rank, world, rank)) for rank in range(world)]
+def parts_of(path: str | Path, world: int) -> list[TensorSource]:
+    files, config = open_source(Path(path)), read_config(Path(path))
+    return [tp.share_of(files, config, Rank(rank, world, rank)) for rank in range(world)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -314,10 +312,11 @@ def test_shares_make_the_whole(tmp_path, form, world):
             if full is not None:
                 tensors[name + ends[kind]] = (full, each)
     assert all(parts[0].type_of(name) == whole.type_of(name) for name in whole.readers)
-    dims = tp.split_dims(parts[0].full_config)
+    config = read_config(path)
+    cuts = tp.cuts_of(config, Rank(0, world, 0))
     for name, (want, got) in tensors.items():
         layer = name.split(".")[-2]
-        dim = dims.get(layer)
+        dim = cuts[layer].dim if layer in cuts else None
         kept = dim is None or dim == 1 and want.dim() == 1
         if kept:
             assert all(torch.equal(each, want) for each in got), name
@@ -325,32 +324,30 @@ def test_shares_make_the_whole(tmp_path, form, world):
             few = layer in ("k_proj", "v_proj") and world == 4  # two KV heads for four ranks
             got = got[::2] if few else got
             assert torch.equal(torch.cat(list(got), dim), want), name
-    model = load_model(path, source=parts[-1])
-    assert model.config.n_heads == whole.config["num_attention_heads"] // world
+    part = tp.config_of_share(config, world)
+    assert load_model(path, source=parts[-1], config=part).config.n_heads == config.n_heads // world
 
 
 @pytest.mark.parametrize("layer", ["self_attn.q_proj", "mlp.down_proj"])
 def test_a_part_is_a_view_of_what_is_read_or_a_new_tensor_like_it(layer):
     """Of a new tensor a loader keeps the part as it is: the complete one must not stay behind it."""
     name = f"model.layers.0.{layer}.weight"
-    files = open_source(Path(DEMO))
-    share, whole = ShardedFiles(files, Rank(1, 4, 1)), files.read(name)
-    view = share.read(name)
-    assert not share.makes_tensors
+    files, config = open_source(Path(DEMO)), read_config(Path(DEMO))
+    view, whole = tp.share_of(files, config, Rank(1, 4, 1)).read(name), files.read(name)
+    assert not files.makes_tensors
     assert view.numel() * 4 == whole.numel() and view.untyped_storage().nbytes() >= whole.nbytes
     files.makes_tensors = True
-    share = ShardedFiles(files, Rank(1, 4, 1))
-    part = share.read(name)
-    assert share.makes_tensors and torch.equal(part, view)
+    part = tp.share_of(files, config, Rank(1, 4, 1)).read(name)
+    assert torch.equal(part, view)
     assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
 
 
 @pytest.mark.parametrize("raw,world,rule", [
-    (TINY, 3, "must divide 4 heads and 256 columns of the feed-forward, and divide 2 KV heads or be a multiple of them; "
+    (TINY, 3, "must divide 4 heads and weights of 128 and 256 inputs, and divide 2 KV heads or be a multiple of them; "
      "it is 3: make it 1 or 2 or 4"),
     (TINY | {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "and divide 3 KV heads or be a multiple of them; it "
      "is 2: make it 1"),
-    (MIXTURE | {"intermediate_size": 90}, 4, "4 heads and 90 columns of the feed-forward, and"),
+    (MIXTURE | {"intermediate_size": 90}, 4, "4 heads and weights of 90 and 128 inputs, and"),
 ])  # fmt: skip
 def test_ranks_that_do_not_divide(tmp_path, raw, world, rule):
     with pytest.raises(ValueError) as error:
@@ -367,27 +364,21 @@ def joined(monkeypatch):
 
 
 def test_groups_that_ranks_do_not_divide(tmp_path, joined):
-    """Before a fit of the share's own groups, also where the files' groups are several of ours."""
     raw = TINY | {"num_attention_heads": 2, "head_dim": 64, "intermediate_size": 192}
     path = Path(write_tiny(tmp_path / "m", raw))
     quantize_directory(path, tmp_path / "saved", Quantization("int4", 64))
-    rule = "2 heads and 192 columns of the feed-forward in whole groups of 64, and .*; it is 2: make it 1"
-    own = (path, Quantization("int4", 64), ", or use group_size=32")
-    for file, quant, remedy in (own, (tmp_path / "saved", None, "")):
-        with pytest.raises(ValueError, match=rf"{rule}{remedy}$"):
+    own = (path, Quantization("int4", 64), "group_size=32")
+    for file, quant, remedy in (own, (tmp_path / "saved", None, "another checkpoint")):
+        rule = rf"int4 group size 64 does not divide in_features 96 of layers.0.w2.*; use {remedy}$"
+        with pytest.raises(ValueError, match=rule):
             tp.load_model(file, torch.float32, "cpu", quant, None)
-    share = parts_of(path, 2)[0]
-    large = Codes(torch.zeros(64, 192, dtype=torch.int8), torch.ones(64, 2))
-    assert share._codes("model.layers.0.mlp.up_proj.weight", lambda: large).codes.shape == (32, 192)
-    with pytest.raises(ValueError, match="in whole groups of 96, and .*; it is 2: make it 1$"):
-        share._codes("model.layers.0.mlp.down_proj.weight", lambda: large)
 
 
 def test_rows_that_ranks_do_not_divide(tmp_path, joined):
     """Of a file that is not what its config says."""
     path = Path(write_tiny(tmp_path / "m", TINY | {"intermediate_size": 257}))
     (path / "config.json").write_text(json.dumps(TINY))
-    with pytest.raises(ValueError, match=r"gate_proj.* has shape \[257, 64\] \+ \[257, 64\]"):
+    with pytest.raises(ValueError, match=r"gate_proj.* has shape \[257, 64\], and 2 ranks do not"):
         tp.load_model(path, torch.float32, "cpu", None, None)
 
 
@@ -455,8 +446,8 @@ def rank_1(monkeypatch):
 
 def test_an_environment_in_part(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit) as end, ranks.report_from_rank_0("generate.py"):
-        pytest.fail("it must not begin")
+    with pytest.raises(SystemExit) as end:
+        generate.main([])
     assert end.value.code == 2
     rule = "WORLD_SIZE is set in the environment, and RANK is ''; start the ranks with torchrun"
     assert capsys.readouterr().err.startswith(f"generate.py: {rule}")
