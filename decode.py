@@ -62,24 +62,6 @@ class DecodeState(NamedTuple):
     drafter_state: Any
 
 
-def pick_tokens(
-    target: Transformer,
-    features: Tensor,
-    rule: SamplingTensors | None,
-    noise: Tensor | None,
-    draw: Tensor,
-    allowed: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Pick the target's own token after every feature. Returns: [B, N] int64, and no extra.
-
-    features: [B, N, F]; noise: [B, R, V] fp32, of R draws; rule and noise: None when all are greedy
-    draw: [B, N] int64, the row of the noise that belongs to each feature
-    allowed: [B, N, V] bool, tokens that may follow each feature; None: all
-    """
-    scores = target.logits(features)
-    return sampling.choose(scores, rule, noise, draw, allowed, target.backend), None
-
-
 @dataclass(frozen=True)
 class Engine:
     """Everything that decoding needs, loaded once."""
@@ -96,15 +78,12 @@ class Engine:
     # True: torch.compile and captured graphs, on a CPU whole passes in C++; None: only captured
     compile: bool | None = None
     captures: bool = True  # False: what would be captured runs over the same buffers
-    # -> (tokens [B, N], an extra that the drafter's `extend` reads, or None)
-    pick_tokens: Callable[..., tuple[Tensor, Any]] = pick_tokens
-    accept_rule: Callable[..., Accepted] | None = None  # replaces `accept` (drafts/residual.py)
-    shaping: Any = None  # further parameters of sampling (`drafts.shaping.Shaping`)
     # of `build_cycles`:
     ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
-    # by `SamplingMode`, then by preset: (cache, state) -> (state, update, report)
-    cycles: tuple[tuple[Callable, ...], ...] = ()
+    modes = tuple(SamplingMode)  # of sampling, which each have cycles of their own
+    # by mode, then by preset: (cache, state) -> (state, update, report)
+    cycles: tuple[tuple[Cycle, ...], ...] = ()
     free: list[Buffers] = field(default_factory=list)  # of loops that were closed
 
     @property
@@ -139,9 +118,9 @@ class Engine:
 
     def sampling_tensors(self, each: Sequence[Sampling], seed: int) -> SamplingTensors:
         """Make the parameters of B sequences, all of one seed, as samples 0 of prompts 0."""
-        return SamplingTensors.from_params(each, self.device, seed, self.shaping)
+        return SamplingTensors.from_params(each, self.device, seed)
 
-    def cycle(self, drafter: Drafter, mode: SamplingMode) -> Cycle:
+    def cycle(self, drafter: Drafter, mode: int) -> Cycle:
         """Make a cycle of a preset."""
         return Cycle(self, drafter, mode)
 
@@ -177,7 +156,7 @@ def build_cycles(engine: Engine) -> Engine:
     ends = torch.tensor([-1, *eos_ids], device=engine.device)
     engine = replace(engine, ends=ends, captured=captured, free=[])
     cycles = tuple(
-        tuple(engine.cycle(preset, mode) for preset in engine.presets) for mode in SamplingMode
+        tuple(engine.cycle(preset, mode) for preset in engine.presets) for mode in engine.modes
     )
     if captured and engine.compile is True:
         cycles = tuple(tuple(map(compiled_by_layer, each)) for each in cycles)
@@ -190,7 +169,7 @@ def build_cycles(engine: Engine) -> Engine:
 class Cycle:
     """One decode cycle, in which `drafter`, a preset of the engine's, proposes the tree."""
 
-    def __init__(self, engine: Engine, drafter: Drafter, mode: SamplingMode):
+    def __init__(self, engine: Engine, drafter: Drafter, mode: int):
         """mode: the highest `SamplingMode` of the sequences that it decodes"""
         self.target = engine.target
         self.backend = engine.target.backend
@@ -199,9 +178,6 @@ class Cycle:
         # not the engine, which holds its cycles: both would wait for a garbage collection
         self.ends = engine.ends
         self.aux_layers = engine.drafter.aux_layers
-        self.pick_tokens = engine.pick_tokens
-        self.shaping = engine.shaping
-        self.accept_rule = engine.accept_rule
         self.run_part = run_eagerly  # runs a part of the target
         self.in_place = engine.captured  # a new state is copied into the old one
 
@@ -225,17 +201,21 @@ class Cycle:
 
     def draft(self, cache: KVCache, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
-        noise = None
-        rule = state.sampling.needed(self.mode, self.shaping)
-        if self.mode == SamplingMode.SHAPED and not sampling.may_be(~rule.greedy):
-            rule = None  # the target's choice is the best of changed scores
-        if rule is not None:
-            vocab = self.target.config.vocab_size
-            rows = self.drafter.depth + 1
-            noise = sampling.gumbel(rule, state.draws, rows, vocab, backend=self.backend)
+        rule, noise = self.noise(state, self.drafter.depth + 1)
         text = DecodedTokens(state.tokens, state.pos)
         inputs = DraftInputs(noise, text, rule, state.draws, cache=cache)
         return self.drafter.propose(state.drafter_state, inputs), noise
+
+    def noise(self, state: DecodeState, rows: int) -> tuple[SamplingTensors | None, Tensor | None]:
+        """Return the rule of drafts and the Gumbel noise of the coming draws, [B, rows, V].
+
+        Both are None when all sequences are greedy.
+        """
+        rule = state.sampling.needed(self.mode)
+        if rule is None:
+            return None, None
+        vocab = self.target.config.vocab_size
+        return rule, sampling.gumbel(rule, state.draws, rows, vocab, backend=self.backend)
 
     def verify(
         self, cache: KVCache, state: DecodeState, tree: DraftTree, noise: Tensor | None
@@ -264,7 +244,7 @@ class Cycle:
 
         Writes: the cache, state.tokens; the state, if in place.
         """
-        accepted, extra = self.accept_path(state, tree, noise, features)
+        accepted, scores = self.accept_path(state, tree, noise, features)
         if self.drafter.width > 1:  # the accepted nodes of a chain are in place already
             cache.compact(state.pos, accepted.moves, self.backend)
         old = (state.tokens, state.pos, state.draws, state.done, state.limit)
@@ -272,84 +252,86 @@ class Cycle:
         moved = self.backend.advance(*old, tree.tokens, *decided, self.ends, features, REPORT)
         pos, draws, done, count, tokens, path_features, report = moved
         text = DecodedTokens(state.tokens, pos)
-        update = DrafterUpdate(tokens, path_features, count, text, tree, accepted.path, extra=extra)
+        decided = (tokens, path_features, count, text, tree, accepted.path)
+        update = DrafterUpdate(*decided, scores=scores)
         new = replace_fields(state, pos=pos, draws=draws, done=done)
         return self.write_back(state, new), update, report
 
     def accept_path(
         self, state: DecodeState, tree: DraftTree, noise: Tensor | None, features: Tensor
-    ) -> tuple[Accepted, Any]:
-        """Accept a path. Returns: it, and the second result of `pick_tokens`."""
-        if self.accept_rule:
-            scores = self.target.logits(features)
-            return self.accept_rule(tree, scores, noise, state, self), None
-        nodes = (state.draws, DecodedTokens(state.tokens, state.pos), tree)
-        rule = state.sampling.needed(self.mode, self.shaping, nodes)
-        inputs = (self.target, features, rule, noise, tree.depths, tree.allowed)
-        tokens, extra = self.pick_tokens(*inputs)
-        return self.backend.accept(tree, tokens, self.drafter.depth), extra
+    ) -> tuple[Accepted, Tensor | None]:
+        """Accept the deepest path of the target's own tokens. Returns: it, and the scores."""
+        text = DecodedTokens(state.tokens, state.pos)
+        tokens, scores = self.choose(state, text, tree, noise, features)
+        return self.backend.accept(tree, tokens, self.drafter.depth), scores
+
+    def choose(
+        self,
+        state: DecodeState,
+        text: DecodedTokens,
+        tree: DraftTree,
+        noise: Tensor | None,
+        features: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Choose the target's own token after every node of a tree below a text.
+
+        noise: [B, R, V] fp32, of the draws by depth, None when all are greedy; features: [B, N, F]
+        Returns: [B, N] int64, and the scores that they were chosen by, [B, N, V].
+        """
+        scores = self.scores(tree, features)
+        z = scores
+        if noise is not None:
+            z = state.sampling.needed(self.mode).cut(scores, self.backend)
+        return self.backend.best(z, noise, tree.depths), scores
+
+    def scores(self, tree: DraftTree, features: Tensor) -> Tensor:
+        """Score the token after every node: [B, N, F] -> [B, N, V] fp32."""
+        return self.target.logits(features)
 
     def extend(self, state: DecodeState, update: DrafterUpdate) -> DecodeState:
         """Hand the confirmed tokens to the drafter. Writes: its cache; the state, if in place."""
         drafter_state = self.drafter.extend(state.drafter_state, update)
         return self.write_back(state, replace_fields(state, drafter_state=drafter_state))
 
+    def read_prompt(
+        self, cache: KVCache, state: DecodeState, start: Tensor, width: int
+    ) -> tuple[DecodeState, Tensor]:
+        """Run the target over `width` prompt tokens of every sequence; the drafter reads them, too.
 
-# ------------------------------------------------------------------------------------------ prefill
-
-
-def prefill_chunk(
-    engine: Engine,
-    cache: KVCache,
-    state: DecodeState,
-    mode: SamplingMode,
-    start: Tensor,
-    width: int,
-    allowed: Tensor | None = None,
-) -> tuple[DecodeState, Tensor]:
-    """Run the target over `width` prompt tokens of every sequence; the drafter reads the features.
-
-    mode: the highest `SamplingMode` of the sequences
-    start: [B] int64, index of each sequence's first token in the chunk; short prompts are padded
-    allowed: [B, 1, V] bool, the tokens that may be a root; None: all
-    A sequence whose prompt ends in this chunk gets its root; the LM head reads one feature of it.
-    Writes: both caches, state.tokens.
-    Returns: the state, in which a sequence is done if nothing may follow its root; the features
-        that the roots were chosen from, [B, 1, F].
-    """
-    start = torch.minimum(start, state.pos)
-    count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
-    backend = engine.target.backend
-    window = causal_window(start, width, backend=backend)
-    # all but the last, which the next turn of the sequence runs again
-    window = replace_fields(window, kept=(count - 1).clamp(min=0))
-    tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
-    aux_layers = engine.drafter.aux_layers
-    features = engine.target(tokens, window.slots, cache, window, aux_layers=aux_layers)
-    last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
-    draw = torch.zeros_like(state.draws)[:, None]  # [B, 1]
-    before = DecodedTokens(state.tokens, (state.pos - 1).clamp(min=0))  # the prompt alone
-    nodes = (state.draws, before, backend.root_tree(before))
-    rule = state.sampling.needed(mode, engine.shaping, nodes)
-    noise = None
-    if rule is not None:
-        vocab = engine.target.config.vocab_size
-        noise = sampling.gumbel(rule, state.draws, 1, vocab, backend=backend)  # [B, 1, V]
-    before_root = features.gather(1, last)  # [B, 1, F]
-    root, _ = engine.pick_tokens(engine.target, before_root, rule, noise, draw, allowed)  # [B, 1]
-    ends_here = (count > 0) & (start + count == state.pos)
-    trash = state.tokens.shape[1] - 1
-    state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
-    span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
-    text = DecodedTokens(state.tokens, state.pos)
-    tokens = state.tokens.gather(1, span)  # with the new roots
-    update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
-    at_end = (root == engine.ends).any(1) | (state.pos >= state.limit)
-    done = torch.where(ends_here, at_end, state.done)
-    drafter_state = engine.drafter.extend(state.drafter_state, update)
-    draws = state.draws + ends_here
-    state = replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)
-    return state, before_root
+        start: [B] int64, index of each sequence's first token in the chunk; short prompts are
+            padded
+        A sequence whose prompt ends in this chunk gets its root; the LM head reads one feature of
+        it. Writes: both caches, state.tokens.
+        Returns: the state, in which a sequence is done if nothing may follow its root; the features
+            that the roots were chosen from, [B, 1, F].
+        """
+        start = torch.minimum(start, state.pos)
+        count = (state.pos - start).clamp(max=width)  # [B], tokens that are no padding
+        window = causal_window(start, width, backend=self.backend)
+        # all but the last, which the next turn of the sequence runs again
+        window = replace_fields(window, kept=(count - 1).clamp(min=0))
+        tokens = state.tokens.gather(1, window.slots.clamp(max=state.tokens.shape[1] - 1))  # [B, T]
+        inputs = (tokens, window.slots, cache, window)
+        features = self.target(*inputs, aux_layers=self.aux_layers)
+        last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[2])
+        before_root = features.gather(1, last)  # [B, 1, F]
+        before = DecodedTokens(state.tokens, (state.pos - 1).clamp(min=0))  # the prompt alone
+        tree = self.backend.root_tree(before)
+        _, noise = self.noise(state, 1)  # [B, 1, V]
+        root, _ = self.choose(state, before, tree, noise, before_root)  # [B, 1]
+        ends_here = (count > 0) & (start + count == state.pos)
+        trash = state.tokens.shape[1] - 1
+        state.tokens.scatter_(1, torch.where(ends_here, state.pos, trash)[:, None], root)
+        span = (start[:, None] + torch.arange(width + 1, device=start.device)).clamp(max=trash)
+        text = DecodedTokens(state.tokens, state.pos)
+        tokens = state.tokens.gather(1, span)  # with the new roots
+        update = DrafterUpdate(tokens, features, count, text, at_root=ends_here)
+        at_end = (root == self.ends).any(1) | (state.pos >= state.limit)
+        done = torch.where(ends_here, at_end, state.done)
+        drafter_state = self.drafter.extend(state.drafter_state, update)
+        draws = state.draws + ends_here
+        state = replace_fields(state, draws=draws, done=done, drafter_state=drafter_state)
+        return state, before_root
 
 
 # --------------------------------------------------------------------------------------------- loop
@@ -572,36 +554,38 @@ class Loop:
                     del self.prefilling[seq]
                     new[seq] = self.accept_tokens(seq, [root])
 
-    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None = None) -> None:
-        """Run `prefill_chunk` for one sequence alone. Writes: its part of the buffers, in place."""
+    def _read_chunk(self, seq: int, start: int, width: int) -> None:
+        """Read a chunk of one sequence's prompt. Writes: its part of the buffers, in place."""
         buffers = self.buffers
-        if allowed is None and self.engine.captured:  # without a graph the host is slower
-            width = next(w for w in PREFILL_WIDTHS if w >= width)
         buffers.start.fill_(start)
-        preset = self.pick_preset(reads_prompt=True)
-        mode = self.mode_of([seq])
-        own = replace(self.engine, presets=(self.engine.presets[preset],))
+        cycle, key = self.pick_cycle(self.pick_preset(reads_prompt=True), seq)
+        if key is not None and self.engine.captured:  # without a graph the host is slower
+            width = next(w for w in PREFILL_WIDTHS if w >= width)
+            key = ("prefill", width, seq, *key)
 
         def body() -> None:
             state = sequence_of(buffers.state, seq)
             cache = sequence_of(buffers.cache, seq)
-            new, features = prefill_chunk(own, cache, state, mode, buffers.start, width, allowed)
+            new, features = cycle.read_prompt(cache, state, buffers.start, width)
             copy_into(state, new)
             buffers.root_features[seq].copy_(features[0, :, : buffers.root_features.shape[2]])
 
-        key = ("prefill", width, seq, preset, mode) if allowed is None else None
         self.engine.run_step(buffers, key, body)
 
     def pick_preset(self, reads_prompt: bool = False) -> int:
         """Pick the preset of the next cycle, or of the next chunk of a prompt: the largest tree."""
         return len(self.engine.presets) - 1
 
-    def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
-        """Return the next cycle, and its key in `Buffers.replays`."""
-        mode = self.mode_of([seq for seq, decodes in enumerate(self.live) if decodes])
+    def pick_cycle(self, preset: int, reader: int | None = None) -> tuple[Cycle, Hashable]:
+        """Return the next cycle, and its key in `Buffers.replays`; None: it is not captured.
+
+        reader: the sequence whose prompt is read; None: a tree is drafted
+        """
+        decoding = [seq for seq, decodes in enumerate(self.live) if decodes]
+        mode = self.mode_of(decoding if reader is None else [reader])
         return self.engine.cycles[mode][preset], (mode, preset)
 
-    def mode_of(self, seqs: Sequence[int]) -> SamplingMode:
+    def mode_of(self, seqs: Sequence[int]) -> int:
         """Return the mode that some sequences need."""
         return SamplingMode.needed_by(self.engine.sampling)
 

@@ -56,7 +56,7 @@ class DrafterUpdate(NamedTuple):
     path: Tensor | None = None
     # [B] bool, after a chunk of prompts: the chunk ends at the root; None: all do
     at_root: Tensor | None = None
-    extra: Any = None  # of a verified cycle: the second result of `Engine.pick_tokens`
+    scores: Tensor | None = None  # [B, N, V] of a verified cycle: the target's, after every node
 
 
 # ---------------------------------------------------------------------- growth, level by level
@@ -149,8 +149,7 @@ class DraftTree(NamedTuple):
     # [B, N] int64, each node's index among the root and the nodes that the drafter ran;
     # 0: the root, or a node that did not run
     ran_index: Tensor | None = None
-    allowed: Tensor | None = None  # [B, N, V] bool, tokens that may follow each node; None: all
-    extra: Any = None  # of the drafter, for an acceptance rule of its own
+    extra: Any = None  # of the drafter, for a cycle of its own
 
     def for_cpp(self) -> tuple[Tensor, ...]:
         """Return the operands of `accept` in C++."""

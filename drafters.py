@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import sampling
 from draft_tree import (
     MAX_NODES,
     Candidates,
@@ -37,7 +36,7 @@ from draft_tree import (
 from kv_cache import KVCache, Window
 from model import Transformer
 from options import require
-from reference import TORCH, Backend, joined, use_backend
+from reference import TORCH, Backend, use_backend
 from sampling import SamplingTensors
 
 
@@ -172,19 +171,17 @@ class TreeDrafter(Drafter):
         children: str = "noise",
         sharpness: float = 1.0,
         vocab: DraftVocab | None = None,
-        graft: Any = None,
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
         children: how they are chosen where a batch samples. "topk": top-k of the drafter's
             logits; "noise": top-k of logits + T * the shared noise; "sampled": by `sampler`
         vocab: default: the target's
-        graft: `drafts.ngram_draft.Ngram`, whose candidates replace the worst nodes
         """
         self.sharpness = sharpness
-        self.graft = graft
         self.children = children
         self.sampler: Any = None  # draws the children itself (drafts/residual.py)
+        self.graft: Any = None  # adds candidates (drafts/ngram_draft.py)
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
         self._set_tree(planned(tree, self.device))
@@ -199,10 +196,6 @@ class TreeDrafter(Drafter):
         self.size = tree.size
         self.width = tree.width
         self.scratch = sum(tree.widths)  # slots that a draft needs above the root's
-        if self.graft:
-            self.graft.check_room(self.size)
-            self.depth = max(self.depth, self.graft.tokens)
-            self.width += self.graft.branches
 
     def with_tree(self, tree: DynamicTree | StaticTree) -> TreeDrafter:
         """Make a preset with another, smaller tree."""
@@ -268,11 +261,9 @@ class TreeDrafter(Drafter):
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
-            levels = [self.graft.add(joined(levels), inputs.text, self.backend)]
+            levels = self.graft.add(levels, inputs.text, self.backend)
         tree = self.backend.select_nodes(levels, expanded, self.tree.nodes, self.depth, inputs.text)
-        if self.sampler is not None:
-            tree = self.sampler.attach(tree, scored, expanded)
-        return tree
+        return tree if self.sampler is None else self.sampler.attach(tree, scored)
 
     def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores | Children:
         """Score the children of every output [B, R, F]. Level 0 is the root's."""
@@ -281,6 +272,6 @@ class TreeDrafter(Drafter):
             z = inputs.guide.mask(z, self.vocab)
         if self.children != "noise" or inputs.sampling is None:
             return Scores(z, self.sharpness, self.vocab.ids)
-        z = sampling.process(z, inputs.sampling, self.backend)
+        z = inputs.sampling.cut(z, self.backend)
         noise = (inputs.noise, level, inputs.sampling.temperature)
         return Scores(z, self.sharpness, self.vocab.ids, *noise)

@@ -149,8 +149,6 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0  # drop tokens below this share of the likeliest one
 
-    is_shaped = False  # whether more than these changes the distribution, as in run/options.py
-
 
 @dataclass(frozen=True)
 class Options:

@@ -107,7 +107,7 @@ def cut(
     top_p: Tensor | None,
     margin: Tensor | None,
 ) -> Tensor:
-    """Compute `sampling.process`: the temperature, then top-k, top-p and min-p.
+    """Compute `SamplingTensors.cut`: the temperature, then top-k, top-p and min-p.
 
     scores: [B, N, V] fp32; the others [B], as in `sampling.SamplingTensors`
     """

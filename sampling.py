@@ -57,13 +57,10 @@ class SamplingMode(IntEnum):
     GREEDY = 0  # the argmax
     NOISY = 1  # temperature and noise before it
     TRUNCATED = 2  # top-k, top-p and min-p too
-    SHAPED = 3  # the other cuts, biases and penalties too
 
     @staticmethod
     def needed_by(params: Sampling) -> SamplingMode:
         """Return the mode that sampling with these parameters needs."""
-        if params.is_shaped:
-            return SamplingMode.SHAPED
         if params.temperature == 0:
             return SamplingMode.GREEDY
         if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
@@ -88,13 +85,11 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor | None = None  # [B] int64, 0 keeps all
     top_p: Tensor | None = None  # [B] fp32, 1 keeps all
     margin: Tensor | None = None  # [B] fp32, log of min-p; minus infinity keeps all
-    shaped: Any = ()  # further parameters, tensors [B, ...]
-    # of a rule: changes scores by them (drafts/shaping.py: `rescore`, `cut`); a state has none
-    shaping: Any = ()
+    further: Any = ()  # parameters of a folder (drafts/shaping.py), tensors [B, ...]
 
     @staticmethod
     def from_params(
-        each: Sequence[Sampling], device: Any = "cpu", seed: int = 0, shaping: Any = None
+        each: Sequence[Sampling], device: Any = "cpu", seed: int = 0
     ) -> SamplingTensors:
         """Make the tensors of B sequences, all of one seed, as samples 0 of prompts 0."""
         own = [s if s.temperature else Sampling(1.0) for s in each]
@@ -113,24 +108,22 @@ class SamplingTensors(NamedTuple):
             torch.tensor([s.top_k for s in own], device=device),
             numbers(max(s.top_p, LEAST_TOP_P) for s in own),
             numbers(math.log(s.min_p) if s.min_p > 0 else -math.inf for s in own),
-            () if shaping is None else shaping.rows(each),
         )
 
-    def needed(
-        self, mode: SamplingMode, shaping: Any = None, nodes: tuple = ()
-    ) -> SamplingTensors | None:
-        """Return the part that a step of a mode reads; None when all sequences are greedy.
-
-        shaping: of the engine
-        nodes: the draws of roots, the text and the tree that the rule is for; (): for drafts
-        """
+    def needed(self, mode: int) -> SamplingTensors | None:
+        """Return the part that a step of a mode reads; None when all sequences are greedy."""
         if mode == SamplingMode.GREEDY:
             return None
-        if mode == SamplingMode.NOISY:
-            return SamplingTensors(*self[:5])
-        if mode == SamplingMode.TRUNCATED or shaping is None:
-            return SamplingTensors(*self[:8])
-        return SamplingTensors(*self[:-1], shaping.at_nodes(self, *nodes) if nodes else shaping)
+        return SamplingTensors(*self[: 5 if mode == SamplingMode.NOISY else 8])
+
+    def cut(self, logits: Tensor, backend: Backend = TORCH) -> Tensor:
+        """Apply the temperature, then the cuts, in fp32.
+
+        Of tokens that tie at the cut of top-k or top-p the lower ids stay.
+        logits: [B, N, V] fp32
+        Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
+        """
+        return backend.cut(logits, self.temperature, self.top_k, self.top_p, self.margin)
 
 
 def gumbel(
@@ -147,37 +140,3 @@ def gumbel(
     """
     own = (key.seed, key.prompt, key.sample, key.greedy)
     return backend.gumbel(*own, first, rows, vocab, domain)
-
-
-def process(logits: Tensor, rule: SamplingTensors, backend: Backend = TORCH) -> Tensor:
-    """Apply the temperature, then the cuts, in fp32.
-
-    Of tokens that tie at the cut of top-k or top-p the lower ids stay.
-    logits: [B, N, V] fp32; a rule of `at_nodes` has the same N
-    Returns: [B, N, V] fp32 logits divided by the temperature, -inf for tokens cut away.
-    """
-    if rule.shaping:
-        return rule.shaping.cut(logits, rule, backend)
-    return backend.cut(logits, rule.temperature, rule.top_k, rule.top_p, rule.margin)
-
-
-def choose(
-    scores: Tensor,
-    rule: SamplingTensors | None,
-    noise: Tensor | None,
-    draw: Tensor,
-    allowed: Tensor | None = None,
-    backend: Backend = TORCH,
-) -> Tensor:
-    """Choose the token after every node, [B, N] int64, as `decode.pick_tokens`.
-
-    scores: [B, N, V] fp32
-    Writes: scores, where `rule.shaping` changes them.
-    """
-    if allowed is not None:
-        scores = torch.where(allowed, scores, float("-inf"))
-    if rule is not None and rule.shaping:
-        scores = rule.shaping.rescore(scores)
-    if noise is not None:
-        scores = process(scores, rule, backend)
-    return backend.best(scores, noise, draw)

@@ -10,7 +10,9 @@ ADDS = {
     "drafters": {"drafts": "drafts.methods"},
     "extension": {
         "grammar": "drafts.grammar",
-        "shaping": "drafts.shaping",
+        "guided cycle": "drafts.guided_draft:GuidedCycle",
+        "shaping": "drafts.shaping:Shaping",
+        "shaped cycle": "drafts.shaping:ShapedCycle",
         "residual": "drafts.residual",
         "resting": "drafts.deferred:RestingDrafter",
         "auto": "drafts.auto_trees",

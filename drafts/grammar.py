@@ -19,15 +19,11 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from drafts.guided_draft import Guided, masks
 from files.io import LocalError
 from files.tokenizer import Tokenizer
 from options import log_note, one_line, require
 from run.engine import Engine
-from run.guides import Guide
 
 MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile
 # of strings in a schema, those that the library enforces
@@ -239,27 +235,24 @@ class GrammarState:
         return self.next[token]
 
 
-class TextGuide(Guide):
+class TextGuide:
     """The place of one text."""
 
     fault = "the grammar allows neither a token nor the end here; correct it"
 
     def __init__(self, place: GrammarState):
         self.place: GrammarState | None = place  # None: at the end
-        self.vocab = place.grammar.vocab
 
     def take(self, tokens: list[int]) -> list[int]:
+        """Go on behind decided tokens.
+
+        Returns: those that are allowed: all, unless the grammar allows nothing behind them.
+        """
         for number, token in enumerate(tokens):
             if self.place is None or not self.place.allows(token):
                 return tokens[:number]
             self.place = self.place.after(token)
         return tokens
-
-    def root_mask(self, device: torch.device) -> Tensor:
-        return masks([[self.place]], self.vocab, device)
-
-    def around(self, engine: Engine, preset: int) -> Guided:
-        return Guided(engine.drafter, engine.presets[preset], self.vocab)
 
 
 def compile_grammars(engine: Engine, grammar: Any, count: int) -> list[Any]:

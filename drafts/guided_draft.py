@@ -6,7 +6,7 @@
 2. `Guided` cuts any drafter's tree to allowed tokens, and appends forced ones, which are as likely
    as their parents. Below the root a whole run of them is appended, up to 64 nodes: it costs no
    target pass of its own. Vanilla decoding appends none.
-3. Each node keeps the mask that the target chooses its token under (`DraftTree.allowed`).
+3. Each node keeps the mask that the target chooses its token under (`DraftTree.extra`).
 
 Grammar states are those of grammar.py. Trade-off: nodes are chosen on the host, from the drafter's
 values, and a tree has as many nodes as are allowed, so that shapes vary from cycle to cycle.
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree, Frontier
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
+from drafts.shaping import ShapedCycle
 from reference import build_tree
-from run.guides import GuidedDrafter
+from run.engine import Engine
 from runtime import replace_fields
 
 # of drafts.grammar.GrammarState; None: any token may follow, or no node does
@@ -99,7 +100,7 @@ class Node(NamedTuple):
     place: Any
 
 
-class Guided(GuidedDrafter):
+class Guided(Drafter):
     """A preset of a drafter whose trees keep to grammars."""
 
     def __init__(self, whole: Drafter, drafter: Drafter, vocab: int):
@@ -155,7 +156,7 @@ class Guided(GuidedDrafter):
             build_tree(tokens, parents, tree.valid.new_tensor(valid), self.depth),
             values=column(lambda node: node.value, values),
             ran_index=drafted,
-            allowed=masks(places, self.vocab, tokens.device),
+            extra=masks(places, self.vocab, tokens.device),
         )
 
     def _choose(self, b: int, tokens: list, parents: list, valid: list, values: list) -> list[Node]:
@@ -191,6 +192,26 @@ class Guided(GuidedDrafter):
                 child = Node(token, len(nodes) - 1, node.depth + 1, value, drafted, place)
                 heapq.heappush(heap, (-value, next(number), child))
         return nodes
+
+
+class GuidedCycle(ShapedCycle):
+    """A cycle under grammars, of trees or of prompts that end."""
+
+    drafter: Guided
+
+    def __init__(self, engine: Engine, preset: int, mode: int):
+        """Make the cycle of a preset of the engine's."""
+        vocab = engine.target.config.vocab_size
+        guided = Guided(engine.drafter, engine.presets[preset], vocab)
+        super().__init__(engine, guided, mode)
+
+    def scores(self, tree: DraftTree, features: Tensor) -> Tensor:
+        """Score the tokens that may follow every node; the others have -inf."""
+        allowed = tree.extra
+        if allowed is None:  # the tree is the last token of a prompt
+            roots = [[root] for root in self.drafter.roots]
+            allowed = masks(roots, self.drafter.vocab, features.device)
+        return torch.where(allowed, super().scores(tree, features), float("-inf"))
 
 
 def _forced(place: Any) -> int:

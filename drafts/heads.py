@@ -19,7 +19,7 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     """Load a head with its lookups. Raises: ValueError for options or files that do not fit."""
     kept = texts_for(config, target)
     form = (config.quant_draft, config.group_size)
-    graft = Ngram.from_config(config, kept)
-    options = {"children": config.child_rule, "graft": graft}
+    options = {"children": config.child_rule}
     drafter = load_drafter(target, config.head, config.draft_tree, *form, **options)
+    Ngram.from_config(config, kept).graft_on(drafter)
     return PresetMethod((drafter,), tree_options(drafter), policy=PresetPolicy(kept))

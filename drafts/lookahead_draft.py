@@ -25,7 +25,6 @@ from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
-from drafts.presets import pick_and_rank
 from model import Transformer
 from options import require
 from reference import ancestors
@@ -79,7 +78,7 @@ class LookaheadDrafter(Drafter):
         return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
 
     def method(self) -> DraftMethod:
-        return DraftMethod((self,), self.resolved_options(), pick_tokens=pick_and_rank)
+        return DraftMethod((self,), self.resolved_options())
 
     def init(self, batch: int, slots: int) -> Lookahead:
         W, N, _ = self.sizes
@@ -96,13 +95,13 @@ class LookaheadDrafter(Drafter):
         """Move the window by one row, and add its n-grams to the pool."""
         W, N, _ = self.sizes
         window, pool, passes = state
-        if update.tree is None or update.tree.allowed is not None:
+        if update.tree is None or update.tree.extra is not None:
             # a prompt, or a tree under a grammar, which has no nodes of the window
             tokens, pos = update.text
             step = torch.arange((N - 1) * W, device=pos.device) * STRIDE
             start = tokens.gather(1, step % (pos[:, None] + 1)).view_as(window)
             return replace_fields(state, window=start)
-        new = update.extra[:, self.last_row, 0]  # [B, W]
+        new = self.backend.best(update.scores, None, None)[:, self.last_row]  # [B, W]
         began = update.tokens[:, :1]  # [B, 1], the root that was verified
         first = torch.cat((began, window[:, 0, 1:]), 1)
         ngrams = torch.stack((first, *window[:, 1:].unbind(1), new), 2)  # [B, W, N]

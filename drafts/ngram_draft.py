@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from draft_tree import MAX_NODES, Candidates, DecodedTokens, DraftTree
-from drafters import DrafterUpdate, DraftInputs
+from drafters import DrafterUpdate, DraftInputs, TreeDrafter
 from drafts.autosize import AutoTrees
 from drafts.kept_texts import texts_for
 from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
 from drafts.presets import PresetDrafter
 from model import Transformer
-from reference import TORCH, Backend
+from options import require
+from reference import TORCH, Backend, joined
 from run.draft_method import DraftMethod
 from run.observer import PresetMethod
 from run.options import GenerateConfig
@@ -78,26 +79,33 @@ class Ngram:
         names = ("tokens", "branches", "max", "min")
         return {f"ngram_{name}": getattr(self, name) for name in names}
 
-    def check_room(self, size: int) -> None:
-        """Check that a tree of `size` nodes has room for them. Raises: ValueError."""
-        if self.size >= size:
-            raise ValueError(
-                f"{self.size - 1} looked-up tokens do not fit a tree of {size} nodes; "
-                "raise NODES of --tree"
-            )
+    def graft_on(self, drafter: TreeDrafter) -> TreeDrafter:
+        """Let the continuations replace the worst nodes of a drafter's trees. Returns: it, changed.
 
-    def add(self, pool: Candidates, text: DecodedTokens, backend: Backend = TORCH) -> Candidates:
+        Raises: ValueError where its trees have no room for them.
+        """
+        fault = f"{self.size - 1} looked-up tokens do not fit a tree of {drafter.size} nodes"
+        require(self.size < drafter.size, f"{fault}; raise NODES of --tree")
+        drafter.graft = self
+        drafter.depth = max(drafter.depth, self.tokens)
+        drafter.width += self.branches
+        return drafter
+
+    def add(
+        self, levels: list[Candidates], text: DecodedTokens, backend: Backend = TORCH
+    ) -> list[Candidates]:
         """Add the continuations to the candidates of a tree.
 
         Each one ranks before the next, and all rank before candidates with values below -K.
         """
+        pool = joined(levels)
         tokens, lengths = lookup(text, self, backend)
         if backend.add_chains is not None:
-            return Candidates(*backend.add_chains(*pool, tokens, lengths))
+            return [Candidates(*backend.add_chains(*pool, tokens, lengths))]
         for k in range(self.branches):
             values = torch.where(lengths[:, k, None] > 0, -float(k), float("-inf"))  # [B, 1]
             pool = add_chain(pool, tokens[:, k], values.expand(-1, self.tokens))
-        return pool
+        return [pool]
 
 
 def match_lengths(text: DecodedTokens, longest: int) -> Tensor:

@@ -15,15 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-import sampling
 from decode import CycleResult
 from draft_tree import DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
 from drafts.ngram_estimates import Lookup
-from model import Transformer
 from run.engine import Engine
 from run.observer import Observer, View
-from sampling import SamplingTensors
 
 
 class PresetDrafter(Drafter):
@@ -147,24 +144,3 @@ class PresetPolicy(Observer):
     def finished(self, text: list[int], begin: int) -> None:
         if self.kept is not None and self.warm:
             self.kept.add(text, begin)
-
-
-def pick_and_rank(
-    target: Transformer,
-    features: Tensor,
-    rule: SamplingTensors | None,
-    noise: Tensor | None,
-    draw: Tensor,
-    allowed: Tensor | None = None,
-    ranks: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Pick tokens as `decode.pick_tokens` does; an `Engine.pick_tokens`.
-
-    Returns: also the target's likeliest tokens after every node, [B, N, ranks], best first.
-    """
-    scores = target.logits(features)
-    backend = target.backend
-    tokens = sampling.choose(scores, rule, noise, draw, allowed, backend)
-    if ranks == 1:
-        return tokens, backend.best(scores, None, None)[:, :, None]
-    return tokens, backend.topk(scores, ranks)[1]

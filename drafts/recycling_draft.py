@@ -17,7 +17,6 @@ cost little more than one.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from draft_tree import MAX_NODES, DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
-from drafts.presets import PresetDrafter, pick_and_rank, with_smaller
+from drafts.presets import PresetDrafter, with_smaller
 from model import Transformer
 from reference import ancestors
 from run.draft_method import DraftMethod
@@ -85,8 +84,7 @@ class RecyclingDrafter(PresetDrafter):
 
     def method(self) -> DraftMethod:
         policy = AutoTrees() if self.smaller else Observer()
-        pick = partial(pick_and_rank, ranks=RANKS)
-        return PresetMethod(self.presets, self.resolved_options(), pick, policy)
+        return PresetMethod(self.presets, self.resolved_options(), policy)
 
     def extend(self, state: Any, update: DrafterUpdate) -> Any:
         """Keep the successors of the verified nodes. Writes: the matrix."""
@@ -99,7 +97,8 @@ class RecyclingDrafter(PresetDrafter):
         if len(tokens) > 1:  # of the nodes of one token, the first
             number = torch.arange(len(tokens), device=tokens.device)
             own &= (tokens[:, None] == tokens).int().argmax(1) == number
-        best = torch.where(own[:, None], update.extra.flatten(0, 1), -1)
+        likeliest = self.backend.topk(update.scores, RANKS)[1].flatten(0, 1)  # [B N, RANKS]
+        best = torch.where(own[:, None], likeliest, -1)
         self.matrix[torch.where(own, tokens, len(self.matrix) - 1)] = best
         return state
 

@@ -17,35 +17,34 @@ import torch
 from torch import Tensor
 
 import sampling
-from decode import Cycle, DecodeState
+from decode import DecodeState
 from draft_tree import MAX_NODES, Accepted, Children, DraftTree, DynamicTree
 from drafters import DraftInputs, DraftVocab, TreeDrafter
 from drafts.noise import ACCEPT, DRAFT, uniforms
 from reference import compaction, path_to
+from run.clock import TimedCycle
 from runtime import replace_fields
 
 
-def accept_residual(
-    tree: DraftTree, logits: Tensor, noise: Tensor, state: DecodeState, cycle: Cycle
-) -> Accepted:
-    """Accept by the papers' rule; an `Engine.accept_rule`.
+class ResidualCycle(TimedCycle):
+    """A cycle that accepts by the papers' rule."""
 
-    logits: [B, N, V]
-    noise: [B, D+1, V]
-    """
-    depth = cycle.drafter.depth
-    width = cycle.drafter.width
-    rule = state.sampling.needed(cycle.mode)
-    p = sampling.process(logits, rule, cycle.backend).softmax(-1)  # [B, N, V]
-    draws = state.draws[:, None]  # [B, 1]
-    uniform = uniforms(state.sampling, draws, tree.tokens.shape[1], ACCEPT)[:, 0]
-    node, rest = residual_accept(tree, p, uniform, depth, width)
-    path, length = path_to(tree, node, depth)
-    last = length[:, None]  # [B, 1]
-    at_end = noise.gather(1, last[:, :, None].expand(-1, 1, noise.shape[2])).squeeze(1)  # [B, V]
-    bonus = (rest.log() + at_end).argmax(-1, keepdim=True)  # [B, 1]
-    emitted = tree.tokens.gather(1, path).roll(-1, dims=1).scatter(1, last, bonus)  # [B, D+1]
-    return Accepted(path, length, emitted, compaction(path, length))
+    def accept_path(
+        self, state: DecodeState, tree: DraftTree, noise: Tensor, features: Tensor
+    ) -> tuple[Accepted, None]:
+        """Accept a path, as `Cycle.accept_path`. noise: [B, D+1, V]"""
+        depth = self.drafter.depth
+        rule = state.sampling.needed(self.mode)
+        p = rule.cut(self.target.logits(features), self.backend).softmax(-1)
+        draws = state.draws[:, None]  # [B, 1]
+        uniform = uniforms(state.sampling, draws, tree.tokens.shape[1], ACCEPT)[:, 0]
+        node, rest = residual_accept(tree, p, uniform, depth, self.drafter.width)
+        path, length = path_to(tree, node, depth)
+        last = length[:, None]  # [B, 1]
+        at_end = noise.gather(1, last[:, :, None].expand(-1, 1, noise.shape[2]))[:, 0]  # [B, V]
+        bonus = (rest.log() + at_end).argmax(-1, keepdim=True)  # [B, 1]
+        emitted = tree.tokens.gather(1, path).roll(-1, dims=1).scatter(1, last, bonus)  # [B, D+1]
+        return Accepted(path, length, emitted, compaction(path, length)), None
 
 
 # ---------------------------------------------------------------------------------------- children
@@ -66,19 +65,13 @@ class SampledChildren:
                 "probability would change the output; use a static tree"
             )
         self.rows = [1, *tree.widths]  # nodes of each level that have children
-        drafted = torch.arange(1, tree.size, device=tree.nodes.device)[None]
-        last = tree.plan[-1]
-        candidates = last.first_candidate + self.rows[-1] * last.k
-        number = torch.zeros(1, candidates + 1, dtype=torch.long, device=drafted.device)
-        # [1, P+1] int64, the node of the root and of each candidate; 0: none
-        self.number = number.scatter(1, tree.nodes + 1, drafted)
 
     def draw(self, drafter: TreeDrafter, out: Tensor, level: int, inputs: DraftInputs) -> Children:
         """Draw the children of a level's nodes; `extra` is q. out: [B, R, F]."""
         rows = self.rows[level]
         first = sum(self.rows[:level])  # rows of noise of earlier levels
         z = drafter.logits(out, level).expand(-1, rows, -1)  # [B, R, Vd]
-        log_q = sampling.process(z, inputs.sampling, drafter.backend).log_softmax(-1)
+        log_q = inputs.sampling.cut(z, drafter.backend).log_softmax(-1)
         own = inputs.draws * MAX_NODES + first  # rows of noise that nothing else reads
         size = drafter.vocab.size
         noise = (inputs.sampling, own, rows, size, DRAFT, drafter.backend)
@@ -88,20 +81,15 @@ class SampledChildren:
         tokens = drafter.vocab.tokens(columns)
         return Children(tokens, log_q.gather(2, columns), spread(drafter.vocab, log_q.exp()))
 
-    def attach(self, tree: DraftTree, scored: list[Any], expanded: list[Tensor]) -> DraftTree:
-        """Add the distributions that the children of each node were drawn from, [B, N, V].
+    def attach(self, tree: DraftTree, scored: list[Any]) -> DraftTree:
+        """Add the distributions that children were drawn from: those of the nodes that ran.
 
         scored: of each level, from `draw`, or scores where all sequences are greedy
-        expanded: per level, the flat indices of the nodes that ran, [B, R]
+        Returns: a tree whose `extra` is [B, R, V]; `ran_index` has the row of each node.
         """
         if not isinstance(scored[0], Children):
             return tree
-        root = torch.full_like(tree.parents[:, :1], -1)
-        index = torch.cat((root, *expanded), 1) + 1  # [B, sum R]; + 1: column 0 is the root
-        node = self.number.expand(len(root), -1).gather(1, index)[:, :, None]  # [B, sum R, 1]
-        q = torch.cat([children.extra for children in scored], 1)  # [B, sum R, V]
-        zeros = q.new_zeros(*tree.tokens.shape, q.shape[2])  # leaves have no children, hence no q
-        return replace_fields(tree, extra=zeros.scatter(1, node.expand_as(q), q))
+        return replace_fields(tree, extra=torch.cat([children.extra for children in scored], 1))
 
 
 def spread(vocab: DraftVocab, q: Tensor) -> Tensor:
@@ -137,9 +125,9 @@ def residual_accept(
     """Apply multi-round rejection sampling down the tree.
 
     The children of a node are tried in node order: accept with min(1, p/q). After a rejection p
-    becomes norm(max(0, p - q)), and q, `tree.extra`, loses the rejected token. Without q children
-    are distinct and certain (q = 1): accept with p, and a rejected token leaves p. Each child tried
-    uses one uniform.
+    becomes norm(max(0, p - q)), and q, a row of `tree.extra`, loses the rejected token. Without q
+    children are distinct and certain (q = 1): accept with p, and a rejected token leaves p. Each
+    child tried uses one uniform.
 
     p: [B, N, V] fp32, the target's distribution after each node
     uniform: [B, U] fp32, consumed in order; U is above the number of children tried
@@ -159,7 +147,9 @@ def residual_accept(
     for _ in range(depth):
         parent = node
         moved = torch.zeros_like(node, dtype=torch.bool)
-        proposal = _at(tree.extra, parent) if tree.extra is not None else None  # [B, V]
+        proposal = None
+        if tree.extra is not None:
+            proposal = _at(tree.extra, _pick(tree.ran_index, parent[:, None]))  # [B, V]
         for r in range(width):
             of_parent = (tree.parents == parent[:, None]) & (rank == r)  # [B, N]
             child_here = of_parent & (numbers > 0) & tree.valid  # [B, N]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ class DraftMethod:
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     # the options that were used, under their names, for the record
     resolved: dict[str, Any] = field(default_factory=dict)
-    pick_tokens: Callable | None = None  # replaces the engine's (`decode.pick_tokens`)
 
 
 def method_of(drafter: Drafter) -> DraftMethod:

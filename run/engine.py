@@ -15,14 +15,17 @@ import torch
 import decode
 from decode import Buffers
 from drafters import Drafter
-from options import require
+from files.rank import of_ranks
+from options import load_part, part_or, require
 from run.clock import TimedCycle
 from run.draft_method import DraftMethod
-from run.guides import GuideSource
 from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig, Sampling
 from run.tree_paths import DraftLimit
-from sampling import SamplingMode
+from runtime import replace_fields
+from sampling import SamplingMode, SamplingTensors
+
+SHAPED = len(SamplingMode)  # the mode of further cuts, of biases and of penalties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +33,10 @@ class Engine(decode.Engine):
     """Everything that the program needs, loaded once."""
 
     config: GenerateConfig  # as the user asked
+    shaping: Any = None  # `drafts.shaping.Shaping`: cuts, biases and penalties
     policy: Observer = Observer()  # picks the preset of every step
     resolved: dict[str, Any] = field(default_factory=dict)  # options by name, as loading chose them
-    guide: GuideSource | None = None  # masks tokens, unless a request brings its own
+    guide: Any = None  # `drafts.grammar.Grammar`, unless a request brings its own
     tokenizer: Any = None  # files.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # files.chat.ChatTemplate, with --chat
     load_s: float = 0.0
@@ -44,6 +48,8 @@ class Engine(decode.Engine):
     sampling: Sampling = field(init=False)
     seed: int = field(init=False)
     compile: bool | None = field(init=False)
+
+    modes = (*SamplingMode, SHAPED)
 
     def __post_init__(self) -> None:
         own = ("ignore_eos", "batch_size", "max_new_tokens", "sampling", "seed")
@@ -70,9 +76,17 @@ class Engine(decode.Engine):
         decoding = [seq for seq, decodes in enumerate(live) if decodes]
         return range(decoding[0], decoding[-1] + 1) if decoding else range(1)
 
-    def cycle(self, drafter: Drafter, mode: SamplingMode) -> TimedCycle:
-        """Make a cycle of a preset, which reads the clock."""
-        return TimedCycle(self, drafter, mode)
+    def sampling_tensors(self, each: Sequence[Sampling], seed: int) -> SamplingTensors:
+        params = super().sampling_tensors(each, seed)
+        further = self.shaping.rows(each) if self.shaping is not None else ()
+        return replace_fields(params, further=further)
+
+    def cycle(self, drafter: Drafter, mode: int) -> TimedCycle:
+        """Make a cycle of a preset, which reads the clock and accepts as the options say."""
+        kind = of_ranks("RankCycle", part_or("extension", "shaped cycle", TimedCycle))
+        if self.config.accept == "residual":
+            kind = load_part("extension", "residual").ResidualCycle
+        return kind(self, drafter, mode)
 
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:
         """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
@@ -110,9 +124,13 @@ class Engine(decode.Engine):
         return replace(
             self,
             presets=method.presets,
-            pick_tokens=method.pick_tokens or decode.pick_tokens,
             policy=method.policy if isinstance(method, PresetMethod) else Observer(),
         )
+
+
+def mode_for(params: Sampling) -> int:
+    """Return the mode that sampling with these parameters needs."""
+    return SHAPED if params.is_shaped else SamplingMode.needed_by(params)
 
 
 def cache_dtype(config: GenerateConfig, dtype: torch.dtype) -> torch.dtype:

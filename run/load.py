@@ -9,7 +9,6 @@ run/session.py), prompts and results (generate.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +129,7 @@ def _shaping(
         return None
     device = target.norm.weight.device
     vocab = target.config.vocab_size
-    shaping = load_part("extension", "shaping").for_model(vocab, device, tokenizer, eos_ids)
+    shaping = load_part("extension", "shaping")(vocab, device, tokenizer, eos_ids)
     shaping.check(config.sampling)
     return shaping
 
@@ -187,7 +186,6 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     return replace(
         engine.with_method(method),
         config=asked,
-        accept_rule=accept_rule(asked),
         resolved=_changes(asked, config) | {"context": engine.context} | used,
     )
 
@@ -335,13 +333,6 @@ def _context(config: GenerateConfig, target: Transformer) -> int:
     return fits
 
 
-def accept_rule(config: GenerateConfig) -> Callable | None:
-    """Return the rule of acceptance, or None for the exact one."""
-    if config.accept == "exact":
-        return None
-    return load_part("extension", "residual").accept_residual
-
-
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load the way to draft that `config` names.
 
@@ -363,7 +354,8 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         if spec.scores_children and config.tree_shape == "auto":
             reason = "--tree auto goes by the ranks' clocks, which differ"
             log_note(f"the tree is dynamic, as {reason}")
-        return load_part("ranks", "split_lm_head")(target, method)
+        load_part("ranks", "split_lm_head")(target, method.presets)
+        return method
     if spec.scores_children and config.tree_shape == "auto" and config.draft != "none":
         return load_part("extension", "auto").with_trees(method, target, config)
     return method
@@ -372,8 +364,5 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
 def without_draft(engine: Engine) -> Engine:
     """Return an engine that decodes as this one does, without a draft."""
     config = replace(engine.config, accept="exact", trace="", compare=False)
-    method = DraftMethod((RootOnly(),))
-    if this_rank().world_size > 1:
-        method = DraftMethod((RootOnly(),), pick_tokens=load_part("ranks", "pick_tokens"))
-    plain = engine.with_method(method)
-    return warm_up(build_cycles(replace(plain, config=config, accept_rule=None)))
+    plain = engine.with_method(DraftMethod((RootOnly(),)))
+    return warm_up(build_cycles(replace(plain, config=config)))

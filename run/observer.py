@@ -9,7 +9,7 @@
 3. When a turn ends it gets the text.
 
 An observer changes the speed, or notes something; it never changes a token. It reads a `View`, not
-the session. Guides, which mask tokens, are a protocol of their own (run/guides.py).
+the session. Masks of tokens are the guides' (drafts/grammar.py).
 """
 
 from __future__ import annotations

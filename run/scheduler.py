@@ -29,7 +29,6 @@ from decode import PREFILL_CHUNK
 from files.thinking import hidden_tags
 from files.tokenizer import StopMatcher, StreamDecoder
 from run.engine import Engine
-from run.guides import GuideSource
 from run.options import Sampling
 from run.session import Session, common_prefix
 from run.stats import Stats
@@ -52,7 +51,7 @@ class Request:
     place: int = -1  # of the session, once it has one; a request may ask for one
     decoder: StreamDecoder | None = None  # makes the text; None: there is none
     stops: Sequence[str] = ()  # texts that end the answer before them
-    guide: GuideSource | None = None  # masks the tokens of the answer; None: the engine's, if any
+    guide: Any = None  # masks the tokens of the answer; None: the engine's, if any
     draft_limit: DraftLimit = ANY_TREE  # of its trees: `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
     index: tuple[int, int, int] = (0, 0, 0)  # (prompt, sample, turn), for whoever asks

@@ -1,7 +1,7 @@
 """Sessions: the one loop (`decode.Loop`) with everything that the whole program adds to it.
 
 - Observers watch (run/observer.py): the engine's own, its policy, picks the preset of every step.
-- A guide masks the tokens of a sequence (run/guides.py).
+- A guide masks the tokens of a sequence, as a grammar does (drafts/grammar.py).
 - A sequence has parameters and a seed of its own, and a bound on its drafts.
 - A prompt may begin with what another sequence has cached.
 - A sequence whose numbers are not finite ends, and the others go on.
@@ -24,9 +24,9 @@ from decode import PREFILL_CHUNK, Cycle, DecodeState, Loop
 from draft_tree import DrafterUpdate
 from files.not_finite import is_finite, reason
 from kv_cache import KVCache
+from options import load_part
 from run.clock import TimedResult
-from run.engine import Engine
-from run.guides import Guide, GuideSource
+from run.engine import Engine, mode_for
 from run.observer import Observer, View
 from run.options import Sampling
 from run.stats import Stats, sequence_memory
@@ -38,7 +38,6 @@ from runtime import (
     sequence_of,
     sequences_of,
 )
-from sampling import SamplingMode
 
 
 class Trace(Observer):
@@ -108,8 +107,9 @@ class Session(Loop):
         self.draft_limits = [ANY_TREE] * batch
         self.policy = engine.policy.for_session()
         self.observers = [self.policy]
-        self.guides: list[Guide | None] = [None] * batch  # mask the tokens of each sequence
-        self.guided: dict[tuple[int, SamplingMode], Cycle] = {}  # cycles under guides
+        # `drafts.grammar.TextGuide`, which masks the tokens of a sequence; None: all may follow
+        self.guides: list[Any] = [None] * batch
+        self.guided: dict[Hashable, Any] = {}  # cycles under guides
         self.view = View(engine, self.buffers, self.history, self.live, self.draft_limits)
         self.answers = [0] * batch  # where the answer of each turn begins
         self.guide_errors: dict[int, str] = {}  # sequences that their guide has ended, and why
@@ -125,14 +125,14 @@ class Session(Loop):
             self.observers.append(trace)
 
     @property
-    def mode(self) -> SamplingMode:
+    def mode(self) -> int:
         """The mode of the next cycle."""
         return self.mode_of([seq for seq, decodes in enumerate(self.live) if decodes])
 
-    def mode_of(self, seqs: Sequence[int]) -> SamplingMode:
+    def mode_of(self, seqs: Sequence[int]) -> int:
         """Return the highest mode that some sequences need; of none: that all need."""
         own = [self.sampling[seq] for seq in seqs] or self.sampling
-        return max(map(SamplingMode.needed_by, own))
+        return max(map(mode_for, own))
 
     def prefill_progress(self) -> str:
         """Describe how far prompts are read; "" while none is."""
@@ -184,7 +184,7 @@ class Session(Loop):
         noise_id: tuple[int, int] | None = None,
         max_new_tokens: int = 0,
         source: int | None = None,
-        guide: GuideSource | None = None,
+        guide: Any = None,
     ) -> None:
         """Start a turn of a sequence, as `Loop.admit`.
 
@@ -198,7 +198,7 @@ class Session(Loop):
         self.guides[seq] = guide.begin() if guide else None
         self.answers[seq] = len(prompt)
         if self.engine.shaping is not None:
-            self.state.sampling.shaped.answer[seq] = len(prompt)
+            self.state.sampling.further.answer[seq] = len(prompt)
         self.pick_preset(reads_prompt=True)
         if source not in (None, seq):
             shared = self.cached(source, prompt)
@@ -288,21 +288,25 @@ class Session(Loop):
             known = self.parts[rows] = (self.state, *views)
         return rows.start, *known[1:]
 
-    def pick_cycle(self, preset: int) -> tuple[Callable, Hashable]:
+    def pick_cycle(self, preset: int, reader: int | None = None) -> tuple[Cycle, Hashable]:
         """Return the cycle of a preset; one under guides is not captured: the host makes masks."""
-        if not self.is_guided():
-            return super().pick_cycle(preset)
+        cycle, key = super().pick_cycle(preset, reader)
         rows = self.rows
         live = self.live[rows.start : rows.stop]
         guides = self.guides[rows.start : rows.stop]
-        guides = [guide if decodes else None for guide, decodes in zip(guides, live)]
-        key = (preset, self.mode)
+        if reader is not None:
+            left = len(self.prefilling[reader]) - len(self.history[reader])
+            # the last chunk alone decides a token
+            live = [left <= PREFILL_CHUNK]
+            guides = [self.guides[reader]]
+        guides = [guide if decides else None for guide, decides in zip(guides, live)]
+        if not any(guides):
+            return cycle, key
         if key not in self.guided:
-            drafter = next(filter(None, guides)).around(self.engine, preset)
-            self.guided[key] = self.engine.cycle(drafter, self.mode)
-        cycle = self.guided[key]
-        cycle.drafter.follow(guides, live)
-        return cycle, None
+            part = load_part("extension", "guided cycle")
+            self.guided[key] = part(self.engine, preset, cycle.mode)
+        self.guided[key].drafter.follow(guides, live)
+        return self.guided[key], None
 
     def _launch(self, preset: int) -> TimedResult:
         """Launch a cycle, and copy what the observers ask for. Writes: result.further."""
@@ -325,13 +329,6 @@ class Session(Loop):
             self.release(seq)
             self.guide_errors[seq] = guide.fault
         return allowed
-
-    def _read_chunk(self, seq: int, start: int, width: int, allowed: Tensor | None = None) -> None:
-        guide = self.guides[seq]
-        # the last chunk alone decides a token
-        if guide is not None and start + width == len(self.prefilling[seq]):
-            allowed = guide.root_mask(self.engine.device)
-        super()._read_chunk(seq, start, width, allowed)
 
     def after_prompt(self, seq: int, root: int) -> bool:
         """Return whether a prompt's numbers are finite. The observers get its root."""

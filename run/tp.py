@@ -10,7 +10,7 @@
    the order of the ranks. NCCL's order may vary with the number of rows from 3 ranks on, so near
    ties may differ.
 3. `VocabParallelHead` holds some tokens' rows of the LM head. The target's own token is the best of
-   the ranks' best (`pick_tokens`, 16 bytes a node). Top-k, top-p, the residual rule and some draft
+   the ranks' best (`RankCycle`, 16 bytes a node). Top-k, top-p, the residual rule and some draft
    heads gather all scores.
 4. Everything else, the draft and its noise included, is on every rank. All ranks see the same bits
    and decide the same, so nothing else is sent. No tree is chosen by speed, as clocks differ.
@@ -21,7 +21,7 @@ processes themselves (ranks.py). CUDA and several machines follow the same path 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,17 +34,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import files.weights
-import sampling
+from decode import DecodeState
+from draft_tree import DecodedTokens, DraftTree
+from drafters import Drafter
 from files.checkpoint import Codes, TensorSource, scale_name
 from files.config import open_source, read_config
 from files.rank import Rank, this_rank
 from model import ModelConfig, Transformer
+from options import part_or
 from quantize import Quantization, fit_group
 from reference import Backend
-from run.draft_method import DraftMethod
+from run.clock import TimedCycle
 from run.heads import rows_of
 from run.ranks import collective_errors, refuse_torchrun
-from sampling import SamplingTensors
+from sampling import SamplingMode, SamplingTensors
 from steps import Merge, Project, Rows, Step, parameters_of
 
 # sizes of a `ModelConfig` of which every rank has an equal part
@@ -214,19 +217,17 @@ def with_sums(steps: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(chain.from_iterable(each))
 
 
-def split_lm_head(target: Transformer, method: DraftMethod) -> DraftMethod:
+def split_lm_head(target: Transformer, presets: Sequence[Drafter]) -> None:
     """Leave this rank its rows of the target's LM head, which the drafters may share.
 
     A drafter that has taken copies of rows keeps them.
     Writes: `lm_head` of target and drafters.
-    Returns: the method, with this rank's part of the choice of tokens.
     """
     whole = target.lm_head
     target.lm_head = VocabParallelHead(whole)
-    for preset in method.presets:
+    for preset in presets:
         if getattr(preset, "lm_head", None) is whole:
             preset.lm_head = target.lm_head
-    return replace(method, pick_tokens=pick_tokens)
 
 
 # -------------------------------------------------------------------------------------- collectives
@@ -284,12 +285,12 @@ class VocabParallelHead(nn.Module):
     ) -> Tensor:
         """Choose the best of this rank's own tokens, without top-k or top-p.
 
-        x: [B, N, F]; rule, noise, row: as for `decode.pick_tokens`
+        x: [B, N, F]; rule, noise, row: as for `Cycle.choose`; row: of the noise, [B, N]
         Returns: [B, N, 2] fp64, the token's score and its id.
         """
         scores = self.part(x)  # [B, N, ceil(V / N)]
         if noise is not None:
-            scores = sampling.process(scores, rule, backend)
+            scores = rule.cut(scores, backend)
             noise = noise.index_select(2, self.ids)
         token = backend.best(scores, noise, row)
         score = scores.gather(2, token[..., None])[..., 0]
@@ -298,26 +299,28 @@ class VocabParallelHead(nn.Module):
         return torch.stack((score.double(), self.ids[token].double()), -1)
 
 
-def pick_tokens(
-    target: Transformer,
-    features: Tensor,
-    rule: SamplingTensors | None,
-    noise: Tensor | None,
-    row: Tensor,
-    allowed: None = None,
-) -> tuple[Tensor, None]:
-    """Do as `decode.pick_tokens` with a split LM head: choose the best of the ranks' best tokens.
+class RankCycle(part_or("extension", "shaped cycle", TimedCycle)):
+    """A cycle with a split LM head: it chooses the best of the ranks' best tokens."""
 
-    Top-k and top-p need all scores. Several ranks mask no tokens, hence no `allowed`.
-    """
-    backend = target.backend
-    if rule is not None and rule.top_k is not None:
-        return sampling.choose(target.logits(features), rule, noise, row, None, backend), None
-    own = target.lm_head.best(features[..., : target.config.dim], rule, noise, row, backend)
-    score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
-    # of equal scores the first rank's, which is the lowest token's
-    first = score.argmax(0, keepdim=True)
-    return token.gather(0, first)[0].long(), None
+    def choose(
+        self,
+        state: DecodeState,
+        text: DecodedTokens,
+        tree: DraftTree,
+        noise: Tensor | None,
+        features: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Choose as `Cycle.choose`. Top-k and top-p need all scores; else none are returned."""
+        if self.mode > SamplingMode.NOISY:
+            return super().choose(state, text, tree, noise, features)
+        head = self.target.lm_head
+        rule = state.sampling.needed(self.mode)
+        x = features[..., : self.target.config.dim]
+        own = head.best(x, rule, noise, tree.depths, self.backend)
+        score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
+        # of equal scores the first rank's, which is the lowest token's
+        first = score.argmax(0, keepdim=True)
+        return token.gather(0, first)[0].long(), None
 
 
 def _gather_ranks(x: Tensor) -> Tensor:

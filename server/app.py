@@ -44,14 +44,13 @@ from starlette.routing import Route
 
 from files.rank import of_ranks
 from options import log_note
-from run.engine import Engine
+from run.engine import Engine, mode_for
 from run.generate import load
 from run.methods import told_draft
 from run.observer import Observer
 from run.options import Sampling
 from run.parsing import one_line_errors
 from run.warm_up import warm_up
-from sampling import SamplingMode
 from server.batcher import Batcher, Delta, Job, Refusal
 from server.bodies import SHOWN, Body, Chat, Completion
 from server.options import ServeConfig
@@ -302,7 +301,7 @@ def warm_other_modes(engine: Engine) -> None:
     config = engine.config
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)):
         served = sampling.temperature > 0 or config.accept == "exact"
-        if served and SamplingMode.needed_by(sampling) != SamplingMode.needed_by(config.sampling):
+        if served and mode_for(sampling) != mode_for(config.sampling):
             other = replace(config, **sampling._asdict())
             warm_up(replace(engine, config=other, policy=Observer()))
 

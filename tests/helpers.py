@@ -31,7 +31,6 @@ import backends.experts
 import backends.linear
 import backends.triton.layout
 import backends.weight
-import sampling
 from backends.block_planes import planes_of_blocks
 from backends.blocks import Blocks, Numbers
 from backends.epilogues import HeadNorms
@@ -43,7 +42,7 @@ from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, TreeDrafter
 from drafts.autosize import AutoTrees
 from drafts.residual import sample_children
-from drafts.shaping import Shaping
+from drafts.shaping import ShapedRule, Shaping
 from eagle_draft import EagleHead, load_head
 from files.weights import export_weights, load_model
 from model import Layer, ModelConfig, Transformer, weight_names
@@ -53,11 +52,10 @@ from reference import TORCH, Backend, choose, rms_norm
 from run.draft_method import DraftMethod, method_of
 from run.engine import Engine
 from run.heads import linear_of
-from run.load import accept_rule
 from run.options import GenerateConfig, Sampling
 from run.session import Session
 from runtime import compiled_by_layer
-from sampling import SamplingMode, SamplingTensors
+from sampling import SamplingTensors
 from scripts.train import training
 from steps import Rows
 
@@ -134,11 +132,12 @@ def engine_for(
     """
     config = GenerateConfig(**{"device": "cpu", "trace": "-", **options})
     context = config.context or min(target.config.max_context, 512)
-    engine = Engine(target, (), context, target.config.eos_ids, config=config, shaping=Shaping())
+    shaping = Shaping(target.config.vocab_size)
+    engine = Engine(target, (), context, target.config.eos_ids, config=config, shaping=shaping)
     engine = engine.with_method(method or method_of(drafter))
     policy = copy(engine.policy)
     policy.warm = True
-    return build_cycles(replace(engine, accept_rule=accept_rule(config), policy=policy))
+    return build_cycles(replace(engine, policy=policy))
 
 
 class Scripted(AutoTrees):
@@ -179,7 +178,7 @@ def compiled_as_on_cuda(engine: Engine) -> Engine:
     engine.target.backend.complete()
     cycles = tuple(
         tuple(compiled_by_layer(engine.cycle(preset, mode)) for preset in engine.presets)
-        for mode in SamplingMode
+        for mode in engine.modes
     )
     return replace(engine, cycles=cycles, captured=True, free=[])
 
@@ -620,11 +619,20 @@ def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
     return passed
 
 
+def shaped_cut(
+    logits: Tensor, each: list[Sampling], draws: Tensor, backend: Backend = TORCH, seed: int = 0
+) -> Tensor:
+    """All cuts of the tokens of some draws. logits: [B, N, V]; draws: [B, N]."""
+    params = SamplingTensors.from_params(each, seed=seed)
+    rule = ShapedRule(*params[:8], Shaping(logits.shape[2]).rows(each))
+    return rule.cut(logits, backend, rule.xtc_at(draws))
+
+
 def process(logits: Tensor, rule: Sampling, backend: Backend = TORCH) -> Tensor:
-    """`sampling.process` of rows with the same parameters. logits: [..., V]."""
+    """`SamplingTensors.cut` of rows with the same parameters. logits: [..., V]."""
     rows = logits.reshape(1, -1, logits.shape[-1])
     rules = SamplingTensors.from_params([rule])
-    return sampling.process(rows, rules, backend).view_as(logits)
+    return rules.cut(rows, backend).view_as(logits)
 
 
 def chi_square(counts: Tensor, p: Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import sampling
-from drafts.shaping import NodeShaping, Shaping, xtc_at
+from drafts.shaping import ShapedRule, Shaping
 from helpers import InTurn
 from kv_cache import KVCache, causal_window
 from run.generate import load
@@ -61,8 +61,9 @@ def plain_loop(
         if own.temperature:
             draw = torch.tensor([len(new)])
             # the noise of XTC has the prompt's key, too
-            rule = key._replace(shaped=Shaping().rows([own]))
-            rule = rule._replace(shaping=NodeShaping(xtc_at(rule, draw[:, None])))
-            z = sampling.process(z, rule) + sampling.gumbel(key, draw, 1, vocab)
+            further = Shaping(vocab, tokenizer=engine.tokenizer).rows([own])
+            rule = ShapedRule(*key[:8], further)
+            cut = rule.cut(z, xtc=rule.xtc_at(draw[:, None]))
+            z = cut + sampling.gumbel(key, draw, 1, vocab)
         new.append(int(z.argmax()))
     return new

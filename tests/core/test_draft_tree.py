@@ -15,7 +15,16 @@ from eagle_draft import EagleDrafter
 from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
-from reference import accept, build_tree, choose, compaction, path_to, root_tree, select_nodes
+from reference import (
+    accept,
+    build_tree,
+    choose,
+    compaction,
+    joined,
+    path_to,
+    root_tree,
+    select_nodes,
+)
 from run.tree_paths import read_tree
 
 INF = float("inf")
@@ -213,7 +222,8 @@ class Table(TreeDrafter):
         target = SimpleNamespace(
             config=SimpleNamespace(vocab_size=99), norm=SimpleNamespace(weight=torch.zeros(1))
         )
-        super().__init__(target, shape, graft=graft)
+        super().__init__(target, shape)
+        self.graft = graft
         self.found = children
         self.run = run
 
@@ -245,8 +255,8 @@ def grown(shape, root, tokens, scores):
         ran.append(frontier.tokens)
         return out
 
-    add = lambda pool, text, backend: pools.append(pool) or pool  # noqa: E731
-    graft = SimpleNamespace(tokens=0, branches=0, check_room=lambda size: None, add=add)
+    add = lambda levels, text, backend: pools.append(joined(levels)) or levels  # noqa: E731
+    graft = SimpleNamespace(add=add)
     children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
     tree = grow(shape, root, children, run, graft)
     return tree, pools[0], ran, tree.ran_index

@@ -447,7 +447,8 @@ def test_lm_heads_of_other_sizes(size, temperature, compile):
 
 def grafted(ngram: Ngram | None) -> EagleDrafter:
     tree = DynamicTree(depth=4, topk=4, size=24)
-    return EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
+    drafter = EagleDrafter(golden_head(), golden_target(), tree)
+    return ngram.graft_on(drafter) if ngram else drafter
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -476,4 +477,4 @@ def test_grafted_sizes_that_do_not_fit():
         ValueError,
         match="40 looked-up tokens do not fit a tree of 20 nodes; raise NODES of --tree",
     ):
-        EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20), graft=Ngram())
+        Ngram().graft_on(EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20)))

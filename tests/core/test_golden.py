@@ -230,7 +230,8 @@ def test_residual_distributions(name, run, monkeypatch):
         if case["algorithm"] == "EAGLE-2":
             assert call.args[0].extra is None
             continue
-        q = call.args[0].extra[0, inner_nodes(case)]  # [11, V]
+        tree = call.args[0]
+        q = tree.extra[0, tree.ran_index[0, inner_nodes(case)]]  # [11, V]
         if run == 0 and number < 6:
             assert (q - proposals(case, number)).abs().max() < TOLERANCE
         drawn = q.gather(1, torch.tensor(cycle["sampled_topk_tokens"])).double()  # [11, 10]

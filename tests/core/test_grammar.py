@@ -20,8 +20,9 @@ import demo_drafts  # noqa: E402
 import run.generate as program  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
+from drafts import guided_draft  # noqa: E402
 from drafts.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
-from drafts.grammar import MOST_BYTES, STYLE, Grammar, TextGuide, _vocabulary  # noqa: E402
+from drafts.grammar import MOST_BYTES, STYLE, Grammar, _vocabulary  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import (  # noqa: E402
     fresh,
@@ -121,12 +122,13 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
-    masks = record(monkeypatch, TextGuide, "root_mask")
+    masks = record(monkeypatch, guided_draft, "masks")
     engine = engine_of(max_new_tokens=8)
     prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
     prompt = prompt[: 2 * PREFILL_CHUNK + 5]
     result = generate(engine, [prompt], grammar=LARK)
-    assert len(masks) == 1 and result.text[0].startswith("The answer is")
+    roots = [call for call in masks if call.args[0][0][0] is not None and len(call.args[0][0]) == 1]
+    assert len(roots) == 1 and result.text[0].startswith("The answer is")
 
 
 @pytest.mark.parametrize("draft", ["none", "dynamic", "ngram", "auto", "model"])

@@ -77,7 +77,7 @@ def check_warm(kind: str, temperature: float, batch: int) -> None:
     method = lookup(kept).method()
     if kind == "grafted":
         tree, ngram = DynamicTree(3, 4, 24), Ngram(6, 2, kept=kept)
-        drafter = EagleDrafter(golden_head(), golden_target(), tree, graft=ngram)
+        drafter = ngram.graft_on(EagleDrafter(golden_head(), golden_target(), tree))
         method = PresetMethod((drafter,), policy=PresetPolicy(kept))
     engine = engine_for(golden_target(), method.presets[-1], method, **options)
     cycles = []

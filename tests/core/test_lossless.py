@@ -154,7 +154,7 @@ def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
         vocab, ngram = EVEN if tree.startswith("trimmed") else None, Ngram(tokens=6, branches=2)
         if tree.endswith("tiny"):
             grafted, ngram = TREES["tiny"], Ngram(tokens=4, branches=1)
-        return drafter_for(grafted, children, model, vocab, graft=ngram)
+        return ngram.graft_on(drafter_for(grafted, children, model, vocab))
     target = golden_target(MODELS[model][0])
     return with_children(ModelDrafter(noisy_copy(target, 0.02), target, TREES[tree]), children)
 

@@ -20,7 +20,7 @@ from run.engine import Engine
 from run.generate import generate
 from run.options import DEMO, Sampling
 from run.session import Session
-from sampling import SamplingMode, SamplingTensors, gumbel, process
+from sampling import SamplingMode, SamplingTensors, gumbel
 
 BACKENDS = (choose(torch.device("cpu")), TORCH)
 OPTIONS = {"max_new_tokens": 24, "ignore_eos": True}
@@ -171,17 +171,17 @@ def test_a_row_is_cut_by_its_own_parameters(backend):
     """To the bit, whatever the kind of the step and the other rows; a greedy one's scores stay as they are."""
     rules = [each.sampling for each in ASKED]
     logits = 4 * torch.randn(len(rules), 3, 997, generator=torch.Generator().manual_seed(0))
-    together = process(logits, SamplingTensors.from_params(rules), backend)
+    together = SamplingTensors.from_params(rules).cut(logits, backend)
     for row, own in enumerate(rules):
         if own.temperature == 0:
             assert torch.equal(together[row], logits[row])
             continue
         rule = SamplingTensors.from_params([own]).needed(SamplingMode.needed_by(own))
-        assert torch.equal(together[row : row + 1], process(logits[row : row + 1], rule, backend))
+        assert torch.equal(together[row : row + 1], rule.cut(logits[row : row + 1], backend))
     sampled = [
         row for row, own in enumerate(rules) if SamplingMode.needed_by(own) == SamplingMode.NOISY
     ]
-    uncut = process(logits, SamplingTensors.from_params(rules).needed(SamplingMode.NOISY), backend)
+    uncut = SamplingTensors.from_params(rules).needed(SamplingMode.NOISY).cut(logits, backend)
     assert torch.equal(uncut[sampled], together[sampled]) and sampled
 
 

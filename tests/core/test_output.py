@@ -28,15 +28,15 @@ FIRST, SECOND = list(range(1, 60)), [*range(1, 30), *range(60, 95), *range(30, 6
 
 def interrupt(monkeypatch, chunk: int) -> None:
     """Ctrl-C before a chunk of the next prefill, counted from 0; prefills after it go through."""
-    run, left = decode.prefill_chunk, [chunk]
+    run, left = decode.Cycle.read_prompt, [chunk]
 
-    def prefill_chunk(*inputs):
+    def read_prompt(*inputs):
         left[0] -= 1
         if left[0] == -1:
             raise KeyboardInterrupt
         return run(*inputs)
 
-    monkeypatch.setattr(decode, "prefill_chunk", prefill_chunk)
+    monkeypatch.setattr(decode.Cycle, "read_prompt", read_prompt)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])

@@ -15,13 +15,12 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import demo_drafts
-import sampling
 from demo_drafts import DRAFTS, plain_loop
 from draft_tree import DecodedTokens
-from drafts.penalties import Penalties
-from drafts.shaping import shaped_rule
+from drafts.penalties import rescore
+from drafts.shaping import Shaping
 from files.tokenizer import Tokenizer
-from helpers import compiled_as_on_cuda, fresh, slow
+from helpers import compiled_as_on_cuda, fresh, shaped_cut, slow
 from reference import TORCH, build_tree, choose
 from run.generate import generate
 from run.options import DEFAULT, Sampling
@@ -69,11 +68,10 @@ def rescored(
     tokens[0, : len(root)] = torch.tensor(root)
     tokens[0, len(root) :] = torch.arange(400 - len(root)) % vocab  # of no meaning
     text = DecodedTokens(tokens, torch.tensor([len(root) - 1]))
-    penalties = Penalties(vocab, torch.device("cpu"), tokenizer)
-    rows = penalties.rows([own])
-    answer = torch.tensor([prompt])
+    shaping = Shaping(vocab, tokenizer=tokenizer)
+    rows = shaping.rows([own])._replace(answer=torch.tensor([prompt]))
     scores = 3 * torch.randn(1, len(nodes), vocab, generator=torch.Generator().manual_seed(0))
-    return scores[0], penalties.rescore(scores.clone(), rows, answer, text, tree)[0]
+    return scores[0], rescore(scores.clone(), rows, shaping.ends, text, tree)[0]
 
 
 def tree_texts(seed: int, vocab: int, length: int, nodes: int) -> list[list[int]]:
@@ -143,8 +141,7 @@ def test_cuts_are_those_of_llama_cpp(llama, backend, name, value):
     own = Sampling(1.0, **{name: value})
     if name == "xtc_threshold":
         own = own._replace(xtc_probability=1.0)
-    rule = shaped_rule([own], torch.arange(6)[None])
-    ours = sampling.process(scores[None], rule, backend)[0]
+    ours = shaped_cut(scores[None], [own], torch.arange(6)[None], backend)[0]
     for before, after in zip(scores, ours):
         finite = before.isfinite()  # llama.cpp gets the others not at all
         want = torch.full_like(before, float("-inf"))
@@ -162,8 +159,7 @@ def test_cuts_act_in_the_order_of_llama_cpp(llama, backend):
     """
     scores = 2 * torch.randn(40, 300, generator=torch.Generator().manual_seed(4))
     own = Sampling(0.7, 60, 0.8, 0.05, 2.5, 0.9, 1.0, 0.06)
-    rule = shaped_rule([own], torch.arange(40)[None])
-    ours = sampling.process(scores[None], rule, backend)[0]
+    ours = shaped_cut(scores[None], [own], torch.arange(40)[None], backend)[0]
     init = "llama_sampler_init_"
     steps = (("top_n_sigma", 2.5), ("top_k", 60), ("typical", 0.9, 0), ("top_p", 0.8, 0), ("min_p", 0.05, 0), ("xtc", 1.0, 0.06, 0, 0))  # fmt: skip
     dropped = set()

@@ -135,13 +135,13 @@ def test_the_drafters_state_is_copied_too(drafter):
 
 def test_the_shared_part_is_read_once(monkeypatch):
     session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    chunks = record(monkeypatch, loop, "prefill_chunk")
+    chunks = record(monkeypatch, loop.Cycle, "read_prompt")
     decode(session, 0, FIRST, Sampling())
-    assert [call.args[5] for call in chunks] == [256, len(FIRST) - 256]
+    assert [call.args[4] for call in chunks] == [256, len(FIRST) - 256]
     del chunks[:]
     decode(session, 1, SECOND, Sampling(), source=0)
     # the last shared token is run again, because the head pairs it with the next
-    assert [call.args[5] for call in chunks] == [len(SECOND) - len(SHARED) + 1]
+    assert [call.args[4] for call in chunks] == [len(SECOND) - len(SHARED) + 1]
     assert session.cached(0, FIRST) == len(FIRST), "the source stays"
 
 

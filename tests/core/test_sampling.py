@@ -18,7 +18,7 @@ from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from drafts import residual
 from drafts.noise import ACCEPT, DRAFT, uniforms
-from drafts.residual import accept_residual, residual_accept
+from drafts.residual import ResidualCycle, residual_accept
 from helpers import (
     chi_square,
     engine_for,
@@ -347,7 +347,7 @@ def walk_of(tokens, parents, p, uniform, q=None, valid=None):
     valid = torch.ones_like(tokens).bool() if valid is None else torch.tensor([valid])
     tree = build_tree(tokens, torch.tensor([parents]), valid, 2)
     if q is not None:
-        tree = tree._replace(extra=torch.tensor([q]))
+        tree = tree._replace(extra=torch.tensor([q]), ran_index=torch.arange(4)[None])
     walk = residual_accept(tree, torch.tensor([p]), torch.tensor([uniform]), 2, 3)
     return walk.node.item(), [round(x, 4) for x in walk.p[0].tolist()]
 
@@ -379,7 +379,8 @@ def test_a_perfect_draft_is_always_accepted():
     drafted = torch.multinomial(p[:, :3].reshape(-1, V), 1).view(-1, 3)
     tokens = torch.nn.functional.pad(drafted, (1, 0))
     parents = torch.tensor([parents_of(CHAIN)]).expand(5000, -1)
-    tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3)._replace(extra=p)
+    tree = build_tree(tokens, parents, torch.ones_like(tokens).bool(), 3)
+    tree = tree._replace(extra=p, ran_index=torch.arange(4).expand(5000, -1))
     walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
     assert (walk.node == 3).all() and torch.equal(walk.p, p[:, 3])
 
@@ -441,9 +442,10 @@ def draw(children, shape, rule, favour=0.0, draws=DRAWS):
         accepted = accept(tree, tokens, drafter.depth)
         return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
     mode = SamplingMode.TRUNCATED if rule.top_k or rule.top_p < 1 else SamplingMode.NOISY
-    cycle = SimpleNamespace(drafter=drafter, mode=mode, backend=TORCH)
+    target = SimpleNamespace(logits=lambda features: logits)
+    cycle = SimpleNamespace(drafter=drafter, mode=mode, backend=TORCH, target=target)
     state = SimpleNamespace(sampling=rules, draws=first)
-    accepted = accept_residual(tree, logits, noise, state, cycle)
+    accepted, _ = ResidualCycle.accept_path(cycle, state, tree, noise, None)
     return odds_of(world, rule, accepted.emitted, accepted.length, noise[:, 1])
 
 

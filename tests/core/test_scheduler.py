@@ -105,9 +105,9 @@ def test_a_request_gets_the_place_that_it_asks_for():
 def test_samples_of_one_prompt_read_it_once(monkeypatch):
     """The second waits for the first; a request that came with the same beginning copies it, too."""
     engine = engine_for(golden_target(), make("none"), **OPTIONS)
-    chunks = record(monkeypatch, loop, "prefill_chunk")
+    chunks = record(monkeypatch, loop.Cycle, "read_prompt")
     together = generate(engine, [LONG], num_samples=2, temperature=1.0)
-    assert [call.args[5] for call in chunks] == [256, 144, 1]
+    assert [call.args[4] for call in chunks] == [256, 144, 1]
     one = engine_for(golden_target(), make("none"), **OPTIONS | {"batch_size": 1})
     apart = generate(one, [LONG], num_samples=2, temperature=1.0)
     assert together.tokens[0] != together.tokens[1]

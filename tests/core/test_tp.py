@@ -11,7 +11,9 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -246,7 +248,6 @@ def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature)
     """With equal scores within and across ranks, LM heads that are filled up, and ranks without a token of their own."""
     torch.manual_seed(0)
     vocab, rule = 97, SamplingTensors.from_params([Sampling(temperature)] * 2)
-    rule = rule.needed(SamplingMode.NOISY)
     config = config_from(TINY | {"vocab_size": vocab, "num_hidden_layers": 1}, "LlamaForCausalLM")
     target = Transformer(config)
     whole = target.lm_head
@@ -258,7 +259,11 @@ def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature)
         noise = torch.randint(0, 3, (2, 3, vocab)).float()
         scores = scores / temperature + noise.gather(1, row[..., None].expand(-1, -1, vocab))
     assert ((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).any(), "some scores are equal"
-    want, _ = decode.pick_tokens(target, features, rule, noise, row)
+    mode = SamplingMode.NOISY if temperature else SamplingMode.GREEDY
+    cycle = SimpleNamespace(target=target, mode=mode, backend=TORCH)
+    cycle.scores = partial(decode.Cycle.scores, cycle)
+    inputs = (SimpleNamespace(sampling=rule), None, SimpleNamespace(depths=row), noise, features)
+    want, _ = decode.Cycle.choose(cycle, *inputs)
     every = []
     monkeypatch.setattr(tp.dist, "get_world_size", lambda: world)
     for rank in range(world):
@@ -267,7 +272,7 @@ def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature)
     own = torch.stack([head.best(features, rule, noise, row, TORCH) for head in every])
     monkeypatch.setattr(torch.ops.gpt_eagle, "gather_ranks", lambda x: own)
     target.lm_head = every[0]
-    assert torch.equal(tp.pick_tokens(target, features, rule, noise, row)[0], want)
+    assert torch.equal(tp.RankCycle.choose(cycle, *inputs)[0], want)
 
 
 def test_what_ranks_refuse(quick):

@@ -101,7 +101,7 @@ class TestFewOperators:
             check_counts(with_smaller_trees(eagle(kind, "dynamic 6/4/16"), target()), batch, rule)
 
     def test_lookup_beside_a_head(self, rule, batch):
-        check_counts(eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1)), batch, rule)
+        check_counts(Ngram(4, 1).graft_on(eagle("2", "dynamic 5/3/8")), batch, rule)
 
     def test_draft_models(self, rule, batch):
         for tree in ("chain 1", "chain 3"):
@@ -142,7 +142,7 @@ def drafters() -> dict[str, Drafter]:
     made = {f"{kind} {tree}": eagle(kind, tree) for kind in ("2", "3") for tree in TREES}
     made |= {kind: eagle(kind, "dynamic 5/3/8") for kind in EAGLES[2:]}
     made["ngram"] = NgramDrafter(Ngram(3, 2))
-    made["eagle+ngram"] = eagle("2", "dynamic 5/3/8", graft=Ngram(4, 1))
+    made["eagle+ngram"] = Ngram(4, 1).graft_on(eagle("2", "dynamic 5/3/8"))
     made["auto"] = with_smaller_trees(eagle("2", "dynamic 5/3/8"), target())
     made["topk"] = eagle("3", "static", children="topk", sharpness=1.7)
     return made | {"model": ModelDrafter(target(), target(), TREES["static"])}

@@ -13,7 +13,8 @@ import torch
 import helpers
 import sampling
 from backends.library import has_cpu_operators
-from drafts.shaping import shaped_rule
+from drafts.shaping import ShapedRule, Shaping
+from helpers import shaped_cut
 from reference import TORCH, choose
 from run.options import Sampling
 from sampling import SamplingTensors
@@ -130,22 +131,22 @@ def test_the_rarer_cuts(spread):
         Sampling(0.9, 900, 0.95, 0.01, 2.0, 0.9, 0.5, likely),
     ):
         draws = torch.arange(8).view(2, 4)
-        rule = shaped_rule([own, Sampling(1.0)], draws, seed=3)
-        ours, theirs = both(sampling.process, logits, rule)
+        ours, theirs = both(partial(shaped_cut, seed=3), logits, [own, Sampling(1.0)], draws)
         differs = (ours.isfinite() != theirs.isfinite()).sum(-1)
         assert differs.max() <= 2 and torch.equal(ours[1], logits[1]), own
         assert (ours.isfinite().sum(-1)[0] < logits.isfinite().sum(-1)[0]).any(), own
         for node in range(4):
-            alone = shaped_rule([own], draws[:1, node : node + 1], seed=3)
-            row = sampling.process(logits[:1, node : node + 1], alone, OURS)
+            alone = (logits[:1, node : node + 1], [own], draws[:1, node : node + 1])
+            row = shaped_cut(*alone, OURS, seed=3)
             assert torch.equal(row[0, 0], ours[0, node])
 
 
 def test_xtc_acts_as_often_as_asked():
     """By noise of its own, of the seed and the draw alone."""
     own = Sampling(1.0, xtc_probability=0.3)
-    rule = shaped_rule([own] * 2, torch.arange(4000).expand(2, -1), seed=9)
-    acts = rule.shaping.xtc.isfinite()
+    each = [own] * 2
+    rule = ShapedRule(*SamplingTensors.from_params(each, seed=9)[:8], Shaping(1).rows(each))
+    acts = rule.xtc_at(torch.arange(4000).expand(2, -1)).isfinite()
     assert torch.equal(acts[0], acts[1]) and abs(float(acts[0].float().mean()) - 0.3) < 0.03
 
 
