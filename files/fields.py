@@ -62,6 +62,8 @@ def only(*values: str) -> Rule:
 
 
 FLAG = Rule("true or false", lambda v: type(v) is bool)
+YES = Rule("true", lambda v: v is True)
+NO = Rule("false", lambda v: v is False)
 TEXT = Rule("a text", lambda v: type(v) is str)
 NAMES = Rule("a list of names", lambda v: type(v) is list and all(type(name) is str for name in v))
 OBJECT = Rule("an object", lambda v: type(v) is dict)
@@ -79,6 +81,17 @@ def key(rule: Rule, default: Any = MISSING, name: str = "") -> Any:
     name: of the key; default: the field's
     """
     return field(default=default, metadata={"rule": rule, "key": name})
+
+
+def translated(keys: Any) -> dict[str, Any]:
+    """Return the fields of a record whose keys have names of their own, by the fields' names."""
+    own = [declared.name for declared in fields(keys) if declared.metadata["key"]]
+    return {name: getattr(keys, name) for name in own}
+
+
+def given(raw: dict, defaults: dict) -> dict:
+    """Return the keys of a JSON object that are not null, behind defaults of the others."""
+    return defaults | {name: value for name, value in raw.items() if value is not None}
 
 
 def key_of(declared: Field) -> str:

@@ -129,6 +129,12 @@ def read_swiglu_keys(raw: dict) -> HFConfig:
     return read_fields(raw, HFConfig)
 
 
+def layers_of(kind: str, kinds: list, layers: int) -> tuple[int, ...]:
+    """Return the layers of a kind. Raises: ValueError where a list does not name every layer."""
+    check_layer_types(kinds, layers)
+    return tuple(i for i, each in enumerate(kinds) if each == kind)
+
+
 def check_layer_types(kinds: list | None, layers: int) -> None:
     """Check that a list of kinds, if there is one, names every layer. Raises: ValueError."""
     if kinds is not None and len(kinds) != layers:

@@ -1,7 +1,7 @@
 """Give tensors the names that most models have: one for each matrix of each expert, as `weight`.
 
-A model's file says which of these its files need (`rename` of models/). Each takes readers by name,
-and returns readers by the new names; nothing is read but what is split.
+A model's file says which of these its files need (`rename` of models/). Each takes readers by name
+and config.json, and returns readers by the new names; nothing is read but what is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STACKS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj
 GATE_ABOVE_UP = ".mlp.gate_up_proj.weight"
 
 
-def split_gate_up(readers: Readers) -> Readers:
+def split_gate_up(readers: Readers, raw: dict) -> Readers:
     """Name the gate and the matrix beside it, which a file holds in one tensor."""
     split: Readers = {}
     for name, read in readers.items():
@@ -31,7 +31,7 @@ def split_gate_up(readers: Readers) -> Readers:
     return split
 
 
-def split_experts(readers: Readers) -> Readers:
+def split_experts(readers: Readers, raw: dict) -> Readers:
     """Name each matrix of each expert, where a file holds those of all experts in one tensor."""
     split: Readers = {}
     for name, read in readers.items():

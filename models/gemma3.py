@@ -16,15 +16,26 @@ from typing import Any
 
 import torch
 
-from files.fields import FLAG, Rule, integer, key, only, positive, read_fields
+from files.fields import (
+    FLAG,
+    NO,
+    Rule,
+    given,
+    integer,
+    key,
+    only,
+    positive,
+    read_fields,
+    translated,
+)
 from files.gguf_names import LAYER, GgufLayout
 from files.keys import (
     FULL,
     KINDS,
     SLIDING,
     HFConfig,
-    check_layer_types,
     common_fields,
+    layers_of,
     rope_parameters,
 )
 from model import DTYPES, ModelConfig, Rope
@@ -121,7 +132,6 @@ class Gemma3(ModelConfig):
 # ------------------------------------------------------------------------------------- config.json
 
 NONE = Rule("null", lambda v: v is None)
-NO = Rule("false", lambda v: v is False)
 
 
 @dataclass(frozen=True)
@@ -130,47 +140,51 @@ class HFGemma3:
 
     hidden_activation: str = key(only("gelu_pytorch_tanh"), "gelu_pytorch_tanh")
     query_pre_attn_scalar: float = key(positive(1e6), 256.0)
-    sliding_window: int = key(integer(1, 2**31 - 1), 4096)
+    window: int = key(integer(1, 2**31 - 1), 4096, "sliding_window")
     rope_local_base_freq: float = key(positive(1e30), 10000.0)
     layer_types: list | None = key(KINDS, None)
     sliding_window_pattern: int = key(integer(1, 2**20), 6)  # every so many layers one sees all
     attn_logit_softcapping: float | None = key(NONE, None)
     final_logit_softcapping: float | None = key(NONE, None)
     use_bidirectional_attention: bool = key(NO, False)
-    rounds_scale: bool = key(FLAG, True)  # (ours) false of a GGUF file, as in llama.cpp
+    # (ours) false of a GGUF file, as in llama.cpp
+    rounds_scale: bool = key(FLAG, True, "rounds_scale")
 
 
 def read_config(raw: dict, architecture: str) -> Gemma3:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    raw = given(raw, DEFAULTS)
     hf = read_fields(raw, HFConfig)
     own = read_fields(raw, HFGemma3)
-    far, local = ropes_of(hf, own)
-    fields = common_fields(replace(hf, rope_parameters=far, rope_scaling=None))
-    local_theta, local_scaling = rope_parameters(
-        replace(hf, rope_parameters=local, rope_scaling=None)
-    )
+    layers = hf.num_hidden_layers
+    far, local = (with_rope(hf, keys) for keys in ropes_of(hf, own))
+    fields = common_fields(far)
+    local_theta, local_scaling = rope_parameters(local)
+    every = own.sliding_window_pattern
     kinds = own.layer_types
     if kinds is None:
-        every = own.sliding_window_pattern
-        kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(hf.num_hidden_layers)]
-    check_layer_types(kinds, hf.num_hidden_layers)
-    if own.sliding_window > hf.max_position_embeddings:
+        kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+    sliding_layers = layers_of(SLIDING, kinds, layers)
+    if own.window > hf.max_position_embeddings:
         raise ValueError(
             f"sliding_window must be at most max_position_embeddings "
-            f"({hf.max_position_embeddings}); it is {own.sliding_window}"
+            f"({hf.max_position_embeddings}); it is {own.window}"
         )
     return Gemma3(
         **fields,
+        **translated(own),
         qkv_bias=hf.attention_bias,
         o_bias=hf.attention_bias,
         query_scale=own.query_pre_attn_scalar**-0.5,
-        window=own.sliding_window,
         local_theta=local_theta,
         local_scaling=local_scaling,
-        sliding_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING),
-        rounds_scale=own.rounds_scale,
+        sliding_layers=sliding_layers,
     )
+
+
+def with_rope(hf: HFConfig, keys: dict) -> HFConfig:
+    """Return the keys of a model whose RoPE is another."""
+    return replace(hf, rope_parameters=keys, rope_scaling=None)
 
 
 def ropes_of(hf: HFConfig, own: HFGemma3) -> tuple[dict, dict]:

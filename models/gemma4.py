@@ -14,12 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from files.fields import FLAG, OBJECT, integer, key, only, positive, read_fields
+from files.fields import (
+    FLAG,
+    OBJECT,
+    given,
+    integer,
+    key,
+    only,
+    positive,
+    read_fields,
+    translated,
+)
 from files.gguf_names import LAYER, GgufLayout
 from files.keys import (
     EXPERTS,
@@ -31,12 +41,13 @@ from files.keys import (
     HFConfig,
     check_layer_types,
     common_fields,
+    layers_of,
     rope_parameters,
 )
 from files.mixtral import counts
 from files.renames import Readers, rename_ends, split_experts
 from model import Rope
-from models.gemma3 import Gemma3, ropes_of
+from models.gemma3 import Gemma3, ropes_of, with_rope
 from models.steps import (
     AddShared,
     EachPartNorm,
@@ -268,16 +279,16 @@ class HFGemma4:
     """The further keys of config.json."""
 
     hidden_activation: str = key(only("gelu_pytorch_tanh"), "gelu_pytorch_tanh")
-    sliding_window: int = key(integer(1, 2**31 - 1), 512)
+    window: int = key(integer(1, 2**31 - 1), 512, "sliding_window")
     rope_local_base_freq: float = key(positive(1e30), 10000.0)  # (ours) of a GGUF file
     layer_types: list | None = key(KINDS, None)
     global_head_dim: int = key(integer(2, 2**16), 512)
     num_global_key_value_heads: int | None = key(WIDTH, None)
     per_layer_config: dict | None = key(OBJECT, None)  # the same two, by layer
-    attention_k_eq_v: bool = key(FLAG, False)
-    num_kv_shared_layers: int = key(integer(0, 2**20), 0)
-    use_double_wide_mlp: bool = key(FLAG, False)
-    hidden_size_per_layer_input: int = key(integer(0, 2**20), 256)
+    keys_as_values: bool = key(FLAG, False, "attention_k_eq_v")
+    shared_layers: int = key(integer(0, 2**20), 0, "num_kv_shared_layers")
+    wide_ffn: bool = key(FLAG, False, "use_double_wide_mlp")
+    per_layer_dim: int = key(integer(0, 2**20), 256, "hidden_size_per_layer_input")
     vocab_size_per_layer_input: int | None = key(integer(1, 2**24), None)  # vocab_size
     final_logit_softcapping: float | None = key(positive(1e6), None)
     use_bidirectional_attention: str | None = key(only("vision"), None)
@@ -285,7 +296,8 @@ class HFGemma4:
     num_experts: int | None = key(EXPERTS, None)
     top_k_experts: int | None = key(EXPERTS, None)
     moe_intermediate_size: int | None = key(WIDTH, None)
-    rounds_scale: bool = key(FLAG, True)  # (ours) false of a GGUF file, as in llama.cpp
+    # (ours) false of a GGUF file, as in llama.cpp
+    rounds_scale: bool = key(FLAG, True, "rounds_scale")
 
 
 @dataclass(frozen=True)
@@ -308,7 +320,7 @@ class HFProportional:
 def read_config(raw: dict, architecture: str) -> Gemma4:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
     without_inputs = raw.get("hidden_size_per_layer_input", 256) is None
-    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    raw = given(raw, DEFAULTS)
     if without_inputs:
         raw["hidden_size_per_layer_input"] = 0
     hf = read_fields(raw, HFConfig)
@@ -325,27 +337,21 @@ def read_config(raw: dict, architecture: str) -> Gemma4:
     if not hf.rope_parameters:
         far = PROPORTIONAL | far
     theta, scaling = far_rope(hf, far, heads.head_dim)
-    local_theta, local_scaling = rope_parameters(
-        replace(hf, rope_parameters=local, rope_scaling=None)
-    )
-    fields = common_fields(replace(hf, rope_parameters=local, rope_scaling=None))
+    fields = common_fields(with_rope(hf, local))
+    local_theta = fields["rope_theta"]
+    local_scaling = fields["rope_scaling"]
     return Gemma4(
         **fields | {"rope_theta": theta, "rope_scaling": scaling},
         **experts_of(own),
+        **translated(own),
         qkv_bias=hf.attention_bias,
         o_bias=hf.attention_bias,
         query_scale=1.0,
-        window=own.sliding_window,
         local_theta=local_theta,
         local_scaling=local_scaling,
-        sliding_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING),
-        rounds_scale=own.rounds_scale,
+        sliding_layers=layers_of(SLIDING, kinds, hf.num_hidden_layers),
         global_head_dim=heads.head_dim,
         global_kv_heads=heads.num_key_value_heads,
-        keys_as_values=own.attention_k_eq_v,
-        shared_layers=own.num_kv_shared_layers,
-        wide_ffn=own.use_double_wide_mlp,
-        per_layer_dim=own.hidden_size_per_layer_input,
         per_layer_vocab=own.vocab_size_per_layer_input or hf.vocab_size,
         softcap=own.final_logit_softcapping or 0.0,
     )
@@ -353,7 +359,7 @@ def read_config(raw: dict, architecture: str) -> Gemma4:
 
 def rename(readers: Readers, raw: dict) -> Readers:
     """Name the matrices of experts one by one, and what has no module as the weight of one."""
-    return split_experts(rename_ends(readers, BARE))
+    return split_experts(rename_ends(readers, BARE), raw)
 
 
 def kinds_of(own: HFGemma4, layers: int) -> list[str]:
@@ -364,11 +370,11 @@ def kinds_of(own: HFGemma4, layers: int) -> list[str]:
     check_layer_types(kinds, layers)
     if kinds[-1] != FULL:
         raise ValueError(f"layer_types must end with {FULL}; it ends with {kinds[-1]}")
-    of_their_own = set(kinds[: layers - own.num_kv_shared_layers])
-    if own.num_kv_shared_layers >= layers or of_their_own != set(kinds):
+    of_their_own = set(kinds[: layers - own.shared_layers])
+    if own.shared_layers >= layers or of_their_own != set(kinds):
         raise ValueError(
             f"num_kv_shared_layers must leave layers of each kind that it shares, of {layers}; "
-            f"it is {own.num_kv_shared_layers}"
+            f"it is {own.shared_layers}"
         )
     return kinds
 
@@ -379,17 +385,16 @@ def global_heads(hf: HFConfig, own: HFGemma4, kinds: list[str]) -> HFHeads:
     transformers writes them by layer. Raises: ValueError where these layers differ.
     """
     kv_heads = None
-    if own.attention_k_eq_v:
+    if own.keys_as_values:
         kv_heads = own.num_global_key_value_heads
     default = HFHeads(own.global_head_dim, kv_heads or hf.num_key_value_heads)
     if own.per_layer_config is None:
         return default
     of_kind = {}
     for i, kind in enumerate(kinds):
-        given = read_fields(own.per_layer_config.get(str(i)) or {}, HFHeads)
-        heads = HFHeads(
-            given.head_dim or hf.head_dim, given.num_key_value_heads or hf.num_key_value_heads
-        )
+        named = read_fields(own.per_layer_config.get(str(i)) or {}, HFHeads)
+        kv_heads = named.num_key_value_heads or hf.num_key_value_heads
+        heads = HFHeads(named.head_dim or hf.head_dim, kv_heads)
         if of_kind.setdefault(kind, heads) != heads:
             raise ValueError(f"per_layer_config must have one form of heads for all {kind} layers")
     if of_kind.get(SLIDING) not in (None, HFHeads(hf.head_dim, hf.num_key_value_heads)):
@@ -400,7 +405,7 @@ def global_heads(hf: HFConfig, own: HFGemma4, kinds: list[str]) -> HFHeads:
 def far_rope(hf: HFConfig, far: dict, head_dim: int) -> tuple[float, dict | None]:
     """Return theta and scaling of the layers that see all. Raises: ValueError for a bad value."""
     if far.get("rope_type") != "proportional":
-        return rope_parameters(replace(hf, rope_parameters=far, rope_scaling=None))
+        return rope_parameters(with_rope(hf, far))
     keys = read_fields(far, HFProportional)
     pairs = int(keys.partial_rotary_factor * head_dim // 2)
     scaling = {"rope_type": "proportional", "pairs": pairs, "factor": float(keys.factor)}

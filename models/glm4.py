@@ -14,7 +14,7 @@ from typing import Any
 from files.fields import FLAG, key, read_fields
 from files.gguf_names import LAYER, GgufLayout
 from files.keys import common_fields, read_swiglu_keys, rotary_dim
-from files.renames import Readers, split_gate_up
+from files.renames import split_gate_up
 from model import ModelConfig, Rope
 from models.steps import SplitPairs
 from steps import Add, Attend, Norm, Project, Rotate, Step
@@ -80,9 +80,7 @@ def read_config(raw: dict, architecture: str) -> Glm4:
     )
 
 
-def rename(readers: Readers, raw: dict) -> Readers:
-    """Name the matrices of a feed-forward one by one."""
-    return split_gate_up(readers)
+rename = split_gate_up
 
 
 def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:

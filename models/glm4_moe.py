@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from files.fields import FLAG, Rule, integer, key, positive, read_fields
+from files.fields import FLAG, Rule, given, integer, key, positive, read_fields, translated
 from files.gguf_names import LAYER, GgufLayout, same
 from files.keys import EXPERTS, WIDTH, common_fields, read_swiglu_keys, rotary_dim
 from files.mixtral import counts
 from files.mtp import Mtp
-from files.renames import Readers, split_experts
+from files.renames import split_experts
 from model import Rope
 from models.mixtures import Qwen
 from models.steps import SigmoidRoute
@@ -78,42 +78,36 @@ SIGMOID = Rule("2, by sigmoids", lambda v: v == 2)
 class HFGlm4Moe:
     """The further keys of config.json, with transformers' defaults."""
 
-    moe_intermediate_size: int = key(WIDTH, 1408)
+    expert_dim: int = key(WIDTH, 1408, "moe_intermediate_size")
     n_routed_experts: int = key(EXPERTS, 128)
     n_shared_experts: int = key(integer(0, 64), 1)
     num_experts_per_tok: int = key(EXPERTS, 8)
     first_k_dense_replace: int = key(integer(0, 2**20), 1)
-    routed_scaling_factor: float = key(positive(1e3), 1.0)
-    norm_topk_prob: bool = key(FLAG, True)
+    share_scale: float = key(positive(1e3), 1.0, "routed_scaling_factor")
+    norm_topk: bool = key(FLAG, True, "norm_topk_prob")
     n_group: int = key(ONE, 1)
     num_nextn_predict_layers: int = key(integer(0, 1), 1)
-    attention_bias: bool = key(FLAG, False)
-    use_qk_norm: bool = key(FLAG, False)
+    qkv_bias: bool = key(FLAG, False, "attention_bias")
+    qk_norm: bool = key(FLAG, False, "use_qk_norm")
     expert_gating_func: int = key(SIGMOID, 2)  # (ours) of a GGUF file
 
 
 def read_config(raw: dict, architecture: str) -> Glm4Moe:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    raw = DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    raw = given(raw, DEFAULTS)
     own = read_fields(raw, HFGlm4Moe)
     fields = common_fields(read_swiglu_keys(raw))
     return Glm4Moe(
         **fields,
+        **translated(own),
         **counts("n_routed_experts", own.n_routed_experts, own.num_experts_per_tok),
-        expert_dim=own.moe_intermediate_size,
-        shared_dim=own.n_shared_experts * own.moe_intermediate_size,
-        norm_topk=own.norm_topk_prob,
+        shared_dim=own.n_shared_experts * own.expert_dim,
         dense_layers=tuple(range(min(own.first_k_dense_replace, fields["n_layers"]))),
-        qkv_bias=own.attention_bias,
-        qk_norm=own.use_qk_norm,
         rotary_dim=rotary_dim(raw, fields["head_dim"], 0.5),
-        share_scale=own.routed_scaling_factor,
     )
 
 
-def rename(readers: Readers, raw: dict) -> Readers:
-    """Name the matrices of experts one by one."""
-    return split_experts(readers)
+rename = split_experts
 
 
 # -------------------------------------------------------------------------------------------- GGUF

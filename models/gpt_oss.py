@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from files.fields import FLAG, integer, key, positive, read_fields
+from files.fields import FLAG, given, integer, key, positive, read_fields, translated
 from files.gguf_names import LAYER, GgufLayout
 from files.keys import (
     EXPERTS,
     FULL,
     KINDS,
     SLIDING,
-    check_layer_types,
     common_fields,
+    layers_of,
     read_swiglu_keys,
 )
 from files.mixtral import counts
@@ -90,35 +90,32 @@ class HFGptOss:
 
     num_local_experts: int = key(EXPERTS)
     num_experts_per_tok: int = key(EXPERTS, 4)
-    sliding_window: int = key(integer(1, 2**31 - 1), 128)
+    window: int = key(integer(1, 2**31 - 1), 128, "sliding_window")
     layer_types: list | None = key(KINDS, None)
-    attention_bias: bool = key(FLAG, True)
-    swiglu_alpha: float = key(positive(1e6), 1.702)
-    swiglu_limit: float = key(positive(1e6), 7.0)
+    qkv_bias: bool = key(FLAG, True, "attention_bias")
+    alpha: float = key(positive(1e6), 1.702, "swiglu_alpha")
+    limit: float = key(positive(1e6), 7.0, "swiglu_limit")
     rope_truncate: bool = key(FLAG, True)  # (ours) false of a GGUF file
 
 
 def read_config(raw: dict, architecture: str) -> GptOss:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    given = {name: value for name, value in raw.items() if value is not None}
-    hf = read_swiglu_keys(DEFAULTS | given)
+    hf = read_swiglu_keys(given(raw, DEFAULTS))
     own = read_fields(raw, HFGptOss)
+    layers = hf.num_hidden_layers
     kinds = own.layer_types
     if kinds is None:
-        kinds = [FULL if i % 2 else SLIDING for i in range(hf.num_hidden_layers)]
-    check_layer_types(kinds, hf.num_hidden_layers)
+        kinds = [FULL if i % 2 else SLIDING for i in range(layers)]
+    sliding_layers = layers_of(SLIDING, kinds, layers)
     fields = common_fields(hf)
     if not own.rope_truncate and fields["rope_scaling"]:
         fields["rope_scaling"] |= {"truncate": False}
     return GptOss(
         **fields,
+        **translated(own),
         **counts("num_local_experts", own.num_local_experts, own.num_experts_per_tok),
-        qkv_bias=own.attention_bias,
-        o_bias=own.attention_bias,
-        window=own.sliding_window,
-        sliding_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING),
-        alpha=own.swiglu_alpha,
-        limit=own.swiglu_limit,
+        o_bias=own.qkv_bias,
+        sliding_layers=sliding_layers,
     )
 
 

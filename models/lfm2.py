@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from files.fields import FLAG, Rule, integer, key, positive, read_fields
+from files.fields import FLAG, NO, YES, given, integer, key, positive, read_fields, translated
 from files.gguf_names import LAYER, GgufLayout, same
 from files.keys import (
     EXPERTS,
     FULL,
     LAYERS,
     WIDTH,
-    check_layer_types,
     common_fields,
+    layers_of,
     read_swiglu_keys,
     rule_of_kinds,
 )
@@ -124,8 +124,6 @@ BARE = {
     ".expert_bias": ".gate.e_score_correction_bias",
 }
 OLDER = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-NO = Rule("false", lambda v: v is False)
-YES = Rule("true", lambda v: v is True)
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class HFLfm2:
     """The further keys of config.json."""
 
     norm_eps: float = key(positive(1), 1e-5)
-    conv_L_cache: int = key(integer(2, TAPS), 3)  # noqa: N815  (their name)
+    taps: int = key(integer(2, TAPS), 3, "conv_L_cache")  # noqa: N815  (their name)
     conv_bias: bool = key(NO, False)
     layer_types: list | None = key(rule_of_kinds(CONV, FULL), None)
     full_attn_idxs: list | None = key(LAYERS, None)
@@ -146,24 +144,25 @@ class HFLfm2:
 class HFExperts:
     """The further keys of one with experts, with transformers' defaults."""
 
-    moe_intermediate_size: int = key(WIDTH, 1792)
+    expert_dim: int = key(WIDTH, 1792, "moe_intermediate_size")
     num_experts: int = key(EXPERTS, 32)
     num_experts_per_tok: int = key(EXPERTS, 4)
     num_dense_layers: int = key(integer(0, 2**12), 2)
-    norm_topk_prob: bool = key(FLAG, True)
+    norm_topk: bool = key(FLAG, True, "norm_topk_prob")
     use_expert_bias: bool = key(YES, True)
-    routed_scaling_factor: float = key(positive(1e3), 1.0)
+    share_scale: float = key(positive(1e3), 1.0, "routed_scaling_factor")
 
 
 def read_config(raw: dict, architecture: str) -> Lfm2:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
-    given = {name: value for name, value in raw.items() if value is not None}
-    given = {OLDER.get(name, name): value for name, value in given.items()}
+    raw = {OLDER.get(name, name): value for name, value in given(raw, {}).items()}
     experts = {}
     if architecture == WITH_EXPERTS:
-        experts = mixture_fields(read_fields(given, HFExperts))
-        given = DEFAULTS_WITH_EXPERTS | given
-    raw = DEFAULTS | given
+        hf = read_fields(raw, HFExperts)
+        experts = translated(hf) | counts("num_experts", hf.num_experts, hf.num_experts_per_tok)
+        experts["dense_layers"] = tuple(range(hf.num_dense_layers))
+        raw = DEFAULTS_WITH_EXPERTS | raw
+    raw = DEFAULTS | raw
     own = read_fields(raw, HFLfm2)
     fields = common_fields(read_swiglu_keys(raw))
     width = fields["ffn_dim"]
@@ -175,24 +174,14 @@ def read_config(raw: dict, architecture: str) -> Lfm2:
         **fields | {"ffn_dim": width, "norm_eps": own.norm_eps},
         qk_norm=True,
         conv_layers=conv_layers(own, fields["n_layers"]),
-        taps=own.conv_L_cache,
+        **translated(own),
         **experts,
     )
 
 
 def rename(readers: Readers, raw: dict) -> Readers:
     """Name the matrices of experts one by one, and what has no module as the weight of one."""
-    return split_experts(rename_ends(readers, BARE))
-
-
-def mixture_fields(hf: HFExperts) -> dict[str, Any]:
-    """Translate the keys of experts. Raises: ValueError for more chosen ones than there are."""
-    return counts("num_experts", hf.num_experts, hf.num_experts_per_tok) | {
-        "expert_dim": hf.moe_intermediate_size,
-        "dense_layers": tuple(range(hf.num_dense_layers)),
-        "norm_topk": hf.norm_topk_prob,
-        "share_scale": hf.routed_scaling_factor,
-    }
+    return split_experts(rename_ends(readers, BARE), raw)
 
 
 def conv_layers(own: HFLfm2, layers: int) -> tuple[int, ...]:
@@ -205,15 +194,14 @@ def conv_layers(own: HFLfm2, layers: int) -> tuple[int, ...]:
     if kinds is None:
         places = list(range(layers)) if places is None else places
         kinds = [FULL if i in places else CONV for i in range(layers)]
-    check_layer_types(kinds, layers)
-    full = [i for i, kind in enumerate(kinds) if kind == FULL]
+    full = list(layers_of(FULL, kinds, layers))
     if not full:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {CONV} alone")
     if places is not None and sorted(places) != full:
         raise ValueError(
             f"full_attn_idxs must be the {FULL} layers of layer_types, {full}; it is {places}"
         )
-    return tuple(i for i, kind in enumerate(kinds) if kind == CONV)
+    return layers_of(CONV, kinds, layers)
 
 
 # -------------------------------------------------------------------------------------------- GGUF

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from files.fields import FLAG, key, read_fields
+from files.fields import FLAG, key, read_fields, translated
 from files.gguf_names import LAYER, GgufLayout
 from files.keys import EXPERTS, LAYERS, WIDTH, common_fields, read_swiglu_keys, within_window
 from files.mixtral import counts
@@ -29,11 +29,11 @@ BIASES = {
 class HFQwenExperts:
     """The further keys of the config.json of one with experts."""
 
-    moe_intermediate_size: int = key(WIDTH)
+    expert_dim: int = key(WIDTH, name="moe_intermediate_size")
     num_experts_per_tok: int = key(EXPERTS)
     num_experts: int | None = key(EXPERTS, None)
     num_local_experts: int | None = key(EXPERTS, None)  # the same as transformers 5 writes it
-    norm_topk_prob: bool = key(FLAG, False)
+    norm_topk: bool = key(FLAG, False, "norm_topk_prob")
     decoder_sparse_step: int = key(WIDTH, 1)  # every so many layers one has experts
     mlp_only_layers: list | None = key(LAYERS, None)  # layers without experts besides
 
@@ -92,11 +92,7 @@ def mixture_fields(raw: dict) -> dict[str, Any]:
     fields = counts(name, experts, hf.num_experts_per_tok)
     if len(dense) == layers:
         return {}
-    return fields | {
-        "expert_dim": hf.moe_intermediate_size,
-        "norm_topk": hf.norm_topk_prob,
-        "dense_layers": dense,
-    }
+    return fields | translated(hf) | {"dense_layers": dense}
 
 
 # -------------------------------------------------------------------------------------------- GGUF

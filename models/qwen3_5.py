@@ -14,21 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from files.fields import FLAG, Rule, integer, key, read_fields
+from files.fields import FLAG, YES, integer, key, read_fields, translated
 from files.gguf_names import GgufLayout, same
 from files.keys import (
     EXPERTS,
     FULL,
     WIDTH,
-    check_layer_types,
     common_fields,
+    layers_of,
     read_swiglu_keys,
     rotary_dim,
     rule_of_kinds,
 )
 from files.mixtral import counts
 from files.mtp import Mtp
-from files.renames import Readers, split_experts
+from files.renames import split_experts
 from model import Rope
 from models.mixtures import Qwen
 from models.qwen import GGUF as QWEN2
@@ -136,33 +136,31 @@ class Qwen35(Qwen):
 
 # ------------------------------------------------------------------------------------- config.json
 
-YES = Rule("true", lambda v: v is True)
-
 
 @dataclass(frozen=True)
 class HFQwen35:
     """The further keys of config.json."""
 
     head_dim: int = key(integer(1, 2**16), 256)
-    linear_num_key_heads: int = key(WIDTH, 16)
-    linear_num_value_heads: int = key(WIDTH, 32)
-    linear_key_head_dim: int = key(WIDTH, 128)
-    linear_value_head_dim: int = key(WIDTH, 128)
+    key_heads: int = key(WIDTH, 16, "linear_num_key_heads")
+    value_heads: int = key(WIDTH, 32, "linear_num_value_heads")
+    key_dim: int = key(WIDTH, 128, "linear_key_head_dim")
+    value_dim: int = key(WIDTH, 128, "linear_value_head_dim")
     linear_conv_kernel_dim: int = key(integer(TAPS, TAPS), TAPS)
     layer_types: list | None = key(rule_of_kinds(LINEAR, FULL), None)
     # every so many layers one is full; None: 4, where layer_types are missing
     full_attention_interval: int | None = key(integer(1, 2**20), None)
     attn_output_gate: bool = key(YES, True)
-    attention_bias: bool = key(FLAG, False)
-    tiled_heads: bool = key(FLAG, False)  # (ours) true of a GGUF file
+    qkv_bias: bool = key(FLAG, False, "attention_bias")
+    tiled_heads: bool = key(FLAG, False, "tiled_heads")  # (ours) true of a GGUF file
 
 
 @dataclass(frozen=True)
 class HFExperts:
     """The further keys of one with experts."""
 
-    moe_intermediate_size: int = key(WIDTH)
-    shared_expert_intermediate_size: int = key(WIDTH)
+    expert_dim: int = key(WIDTH, name="moe_intermediate_size")
+    shared_dim: int = key(WIDTH, name="shared_expert_intermediate_size")
     num_experts: int = key(EXPERTS)
     num_experts_per_tok: int = key(EXPERTS)
 
@@ -171,43 +169,28 @@ def read_config(raw: dict, architecture: str) -> Qwen35:
     """Translate config.json. Raises: ValueError for a missing key or a bad value."""
     experts = {}
     if architecture == WITH_EXPERTS:
-        of_experts = read_fields(raw, HFExperts)
-        experts = mixture_fields(of_experts)
-        raw = {"intermediate_size": of_experts.moe_intermediate_size} | raw
+        own = read_fields(raw, HFExperts)
+        experts = translated(own) | counts("num_experts", own.num_experts, own.num_experts_per_tok)
+        raw = {"intermediate_size": own.expert_dim} | raw
     own = read_fields(raw, HFQwen35)
     hf = replace(read_swiglu_keys(raw), head_dim=own.head_dim)
-    if own.linear_num_value_heads % own.linear_num_key_heads:
+    if own.value_heads % own.key_heads:
         raise ValueError(
-            f"linear_num_key_heads ({own.linear_num_key_heads}) must divide "
-            f"linear_num_value_heads ({own.linear_num_value_heads})"
+            f"linear_num_key_heads ({own.key_heads}) must divide "
+            f"linear_num_value_heads ({own.value_heads})"
         )
     return Qwen35(
         **common_fields(hf),
         **experts,
-        qkv_bias=own.attention_bias,
-        o_bias=own.attention_bias,
+        **translated(own),
+        o_bias=own.qkv_bias,
         qk_norm=True,
         rotary_dim=rotary_dim(raw, own.head_dim, 0.25),
-        key_heads=own.linear_num_key_heads,
-        value_heads=own.linear_num_value_heads,
-        key_dim=own.linear_key_head_dim,
-        value_dim=own.linear_value_head_dim,
-        tiled_heads=own.tiled_heads,
         recurrent_layers=recurrent_layers(own, hf.num_hidden_layers),
     )
 
 
-def rename(readers: Readers, raw: dict) -> Readers:
-    """Name the matrices of experts one by one."""
-    return split_experts(readers)
-
-
-def mixture_fields(hf: HFExperts) -> dict[str, Any]:
-    """Translate the keys of experts. Raises: ValueError for more chosen ones than there are."""
-    return counts("num_experts", hf.num_experts, hf.num_experts_per_tok) | {
-        "expert_dim": hf.moe_intermediate_size,
-        "shared_dim": hf.shared_expert_intermediate_size,
-    }
+rename = split_experts
 
 
 def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
@@ -219,7 +202,7 @@ def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
     every = own.full_attention_interval or 4
     regular = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = own.layer_types or regular
-    check_layer_types(kinds, layers)
+    recurrent = layers_of(LINEAR, kinds, layers)
     if FULL not in kinds:
         raise ValueError(f"layer_types must name {FULL} at least once; it names {LINEAR} alone")
     if own.full_attention_interval and kinds != regular:
@@ -227,7 +210,7 @@ def recurrent_layers(own: HFQwen35, layers: int) -> tuple[int, ...]:
             f"full_attention_interval ({every}) and layer_types must name the same layers as "
             f"{FULL}; correct one of them"
         )
-    return tuple(i for i, kind in enumerate(kinds) if kind == LINEAR)
+    return recurrent
 
 
 # -------------------------------------------------------------------------------------------- GGUF

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from files.fields import Rule, integer, key, read_fields
+from files.fields import YES, Rule, integer, key, read_fields
 from files.renames import Readers, split_experts
 from models.qwen3_5 import GGUF as QWEN35_GGUF
-from models.qwen3_5 import WITH_EXPERTS, YES, HFQwen35, Qwen35
+from models.qwen3_5 import WITH_EXPERTS, HFQwen35, Qwen35
 from models.qwen3_5 import gguf_keys as qwen3_5_keys
 from models.qwen3_5 import read_config as read_qwen3_5
 
@@ -47,7 +47,7 @@ def read_config(raw: dict, architecture: str) -> Qwen3Next:
 
 def rename(readers: Readers, raw: dict) -> Readers:
     """Name the matrices of experts, and the projections of a recurrence, one by one."""
-    return split_projections(split_experts(readers), raw)
+    return split_projections(split_experts(readers, raw), raw)
 
 
 def split_projections(readers: Readers, raw: dict) -> Readers:
@@ -56,10 +56,10 @@ def split_projections(readers: Readers, raw: dict) -> Readers:
     Raises: ValueError for a bad value.
     """
     sizes = read_fields(raw, HFQwen35)
-    heads = sizes.linear_num_key_heads
-    shared = sizes.linear_num_value_heads // heads  # heads of values by head of keys
-    values = shared * sizes.linear_value_head_dim
-    keys = sizes.linear_key_head_dim
+    heads = sizes.key_heads
+    shared = sizes.value_heads // heads  # heads of values by head of keys
+    values = shared * sizes.value_dim
+    keys = sizes.key_dim
     qkvz = partial(_rows, heads=heads, sizes=(keys, keys, values, values))
     ba = partial(_rows, heads=heads, sizes=(shared, shared))
     parts = {

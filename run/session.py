@@ -13,7 +13,7 @@ Not here: the loop and the cycle (decode.py); requests, texts and stop strings (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import zip_longest
 from math import isfinite
 from typing import Any
