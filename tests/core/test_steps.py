@@ -187,7 +187,7 @@ def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
     return filled(make_head(config)), config.model
 
 
-# the operator that runs a part of a list has no states: test_qwen3_5.py and test_lfm2.py of
+# the operator that runs a part of a list has no states: test_qwen3_5.py and test_families.py of
 # tests/files/ compare passes
 RECURRENT = ("qwen3_5", "lfm2")
 IN_PARTS = [name for name in (*MODELS, *HEADS) if name not in RECURRENT]

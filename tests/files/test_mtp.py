@@ -12,10 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_glm4_moe import GGUF_NAMES as GLM_NAMES
-from test_glm4_moe import SIZES as GLM_SIZES
-from test_glm4_moe import converted as converted_glm
-from test_glm4_moe import metadata as metadata_of_glm
+from test_families import GLM_NAMES, GLM_SIZES, metadata_of_glm
 from test_qwen3_5 import EXPERTS, GGUF_NAMES, SIZES, file_of, randomize
 from torch import nn
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
@@ -31,7 +28,7 @@ from kv_cache import KVCache, causal_window
 from run.generate import generate, load
 from run.options import DEMO
 from run.session import Session
-from tiny_models import IDS, gguf_name, gguf_tensors, refused, write
+from tiny_models import IDS, gguf_name, gguf_tensors, of_experts, refused, write
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
 MIMO = {
@@ -290,7 +287,7 @@ def test_files_of_llama_cpp(tmp_path):
 def test_a_file_of_glm(tmp_path, capsys):
     """Its published checkpoints repeat the model's embedding and LM head in the layer."""
     model, mtp = made("glm")
-    own = gguf_tensors(model, GLM_NAMES, converted_glm)
+    own = gguf_tensors(model, GLM_NAMES, of_experts)
     names = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.norm", "shared_head.head")
     names = GLM_NAMES | {name: f"nextn.{name.replace('.', '_')}" for name in names}
     begin = NAMES["glm"][0]
@@ -300,7 +297,7 @@ def test_a_file_of_glm(tmp_path, capsys):
     }
     layer = {}
     for name, value in (mtp.tensors() | repeated).items():
-        for part, tensor in converted_glm(name, value).items():
+        for part, tensor in of_experts(name, value).items():
             layer[gguf_name(part, names)] = tensor.contiguous().numpy()
     metadata = metadata_of_glm(model, {"block_count": 3, "nextn_predict_layers": 1})
     path = write(tmp_path / "glm.gguf", metadata, own | layer)
