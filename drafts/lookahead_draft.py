@@ -25,9 +25,9 @@ from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
+from drafts.presets import FixedShape
 from model import Transformer
 from options import require
-from reference import ancestors
 from run.draft_method import DraftMethod
 from run.options import GenerateConfig
 from runtime import replace_fields
@@ -71,8 +71,7 @@ class LookaheadDrafter(Drafter):
         for above, node in zip(row_of, others):
             parents[node] = above
         self.last_row = torch.tensor(row_of[-W:], device=device)
-        self.parents = torch.tensor([parents], device=device)  # [1, N]
-        self.depths, self.mask = ancestors(self.parents, self.depth)
+        self.shape = FixedShape(parents, self.depth, device)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"lookahead": "-".join(map(str, self.sizes)), "tree_size": self.size}
@@ -82,7 +81,7 @@ class LookaheadDrafter(Drafter):
 
     def init(self, batch: int, slots: int) -> Lookahead:
         W, N, _ = self.sizes
-        window = self.parents.new_zeros(batch, N - 1, W)
+        window = self.last_row.new_zeros(batch, N - 1, W)
         pool = window.new_full((batch, POOL, N), -1)
         return Lookahead(window, pool, window.new_zeros(batch))
 
@@ -130,10 +129,7 @@ class LookaheadDrafter(Drafter):
         parts.append(window.flatten(1)[:, 1:])
         tokens = torch.cat(parts, 1)  # [B, N]
         valid.append(torch.zeros_like(parts[-1], dtype=torch.bool))
-        B = len(tokens)
-        parents = self.parents.expand(B, -1)
-        depths = self.depths.expand(B, -1)
-        return DraftTree(tokens, parents, depths, self.mask.expand(B, -1, -1), torch.cat(valid, 1))
+        return self.shape.tree(tokens, torch.cat(valid, 1))
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:

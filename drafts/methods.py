@@ -51,7 +51,7 @@ DRAFTERS = {
         "drafts.model_draft", trees=("chain", "auto", "dynamic", "static"), source="draft model"
     ),
     "eagle+ngram": DraftMethodSpec(
-        "drafts.heads",
+        "drafts.ngram_draft",
         head=True,
         trees=("dynamic",),
         searches_text=True,

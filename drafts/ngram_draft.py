@@ -33,13 +33,15 @@ from drafters import DrafterUpdate, DraftInputs, TreeDrafter
 from drafts.autosize import AutoTrees
 from drafts.kept_texts import texts_for
 from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
-from drafts.presets import PresetDrafter
+from drafts.presets import PresetDrafter, PresetPolicy
 from model import Transformer
 from options import require
 from reference import TORCH, Backend, joined
+from run import heads
 from run.draft_method import DraftMethod
 from run.observer import PresetMethod
 from run.options import GenerateConfig
+from run.resolved import tree_options
 from runtime import replace_fields
 
 # nodes of the trees, root included; CUDA pads to 16, 32 or 64 nodes, a CPU does not pad
@@ -268,6 +270,14 @@ class NgramDrafter(PresetDrafter):
 
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
-    """Make `--draft ngram`."""
+    """Make `--draft ngram`, or a head whose trees take looked-up tokens, too.
+
+    Raises: ValueError for options or files of the head that do not fit.
+    """
     kept = texts_for(config, target)
-    return NgramDrafter(Ngram.from_config(config, kept), target.norm.weight.device).method()
+    ngram = Ngram.from_config(config, kept)
+    if config.draft == "ngram":
+        return NgramDrafter(ngram, target.norm.weight.device).method()
+    drafter = heads.load_method(target, config, tokenizer).presets[-1]
+    ngram.graft_on(drafter)
+    return PresetMethod((drafter,), tree_options(drafter), policy=PresetPolicy(kept))

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decode import CycleResult
 from draft_tree import DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
 from drafts.ngram_estimates import Lookup
+from reference import ancestors
 from run.engine import Engine
 from run.observer import Observer, View
 
@@ -50,6 +52,21 @@ class PresetDrafter(Drafter):
     def propose_nodes(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Propose a tree of more nodes than the root."""
         raise NotImplementedError
+
+
+class FixedShape:
+    """The parents of a tree that has the same shape in every cycle."""
+
+    def __init__(self, parents: list[int], depth: int, device: torch.device | str):
+        """parents: node numbers, the root's 0; depth: a bound on that of any node"""
+        self.parents = torch.tensor([parents], device=device)  # [1, N]
+        self.depths, self.mask = ancestors(self.parents, depth)
+
+    def tree(self, tokens: Tensor, valid: Tensor) -> DraftTree:
+        """Return the tree of some tokens, [B, N] as `valid`."""
+        B = len(tokens)
+        related = (x.expand(B, *x.shape[1:]) for x in (self.parents, self.depths, self.mask))
+        return DraftTree(tokens, *related, valid)
 
 
 def with_smaller(

@@ -25,9 +25,8 @@ from torch import Tensor
 from draft_tree import MAX_NODES, DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
-from drafts.presets import PresetDrafter, with_smaller
+from drafts.presets import FixedShape, PresetDrafter, with_smaller
 from model import Transformer
-from reference import ancestors
 from run.draft_method import DraftMethod
 from run.observer import Observer, PresetMethod
 from run.options import GenerateConfig
@@ -71,8 +70,7 @@ class RecyclingDrafter(PresetDrafter):
         places = {path: place for level in tree.levels for place, path in enumerate(level)}
         order = [path for level in tree.levels for path in level]
         parents = [order.index(path[:-1]) for path in order]
-        self.parents = torch.tensor([parents], device=device)  # [1, N]
-        self.depths, self.mask = ancestors(self.parents, tree.depth)
+        self.shape = FixedShape(parents, tree.depth, device)
         # per level below the root: the places of the parents in the level above, and the ranks
         self.steps = [
             (
@@ -109,11 +107,7 @@ class RecyclingDrafter(PresetDrafter):
             level = self.matrix[level[:, parents], ranks]  # [B, R]; row -1 is the last, of no token
             levels.append(level)
         tokens = torch.cat(levels, 1)  # [B, N]
-        B = len(tokens)
-        parents = self.parents.expand(B, -1)
-        depths = self.depths.expand(B, -1)
-        mask = self.mask.expand(B, -1, -1)
-        return DraftTree(tokens.clamp(min=0), parents, depths, mask, tokens >= 0)
+        return self.shape.tree(tokens.clamp(min=0), tokens >= 0)
 
 
 def empty_matrix(vocab_size: int, device: torch.device | str) -> Tensor:

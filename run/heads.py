@@ -1,6 +1,7 @@
 """--draft eagle: a head, its drafter, and an LM head in the draft's format.
 
-Not here: the head (eagle_draft.py), its files (files/heads.py), additions to it (drafts/heads.py).
+Not here: the head (eagle_draft.py), its files (files/heads.py), looked-up tokens in its trees
+(drafts/ngram_draft.py).
 """
 
 from __future__ import annotations
