@@ -95,6 +95,7 @@ class Drafter:
 class RootOnly(Drafter):
     """Proposes nothing, so that every verification decides one token."""
 
+    name = "none"  # as of a tree, while a start compiles it
     depth = 0
     size = 1
     width = 0

@@ -136,14 +136,6 @@ def test_a_prompt_is_what_transformers_renders(reader, rendered, number):
     assert number or found != rendered(plain), "the fields are seen"
 
 
-def test_a_fixed_template_has_no_variables():
-    config = ServeConfig(checkpoint=DEMO, device="cpu", chat="vicuna", draft="none", batch_size=1)
-    reader = RequestReader(load(config), config, "demo")
-    said = "the chat template vicuna knows no enable_thinking; leave that out"
-    assert refused(reader, chat_template_kwargs={"enable_thinking": False}) == said
-    assert "knows no reasoning_effort" in refused(reader, reasoning_effort="low")
-
-
 def test_a_program_names_control_tokens_and_a_user_does_not(reader):
     text = "def f(</s>x"
     (completed,) = reader.read(Completion, {"prompt": text}).prompts
