@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from functools import partial
 
 import pytest
+from test_generate import ON_DEMO, as_json, run
 
 from files.tokenizer import StopMatcher
-from run.generate import generate, load, main, stream
+from run.generate import generate, load, stream
 from run.options import DEMO
 from run.session import Session
 
@@ -68,36 +68,23 @@ def test_a_stop_is_a_text(engines, stop):
 
 
 def test_the_command_line_takes_several(capsys):
-    argv = ["--checkpoint", DEMO, "--device", "cpu", "--prompt", PROMPT, "--max_new_tokens", "40"]
-    main([*argv, "--stop", "never said", "--stop", "file", "--json", "-"])
-    result = json.loads(capsys.readouterr().out)
-    assert result["config"]["stop"] == ["never said", "file"]
+    line = f"{ON_DEMO} --prompt '{PROMPT}' --max_new_tokens 40 --stop file"
+    result = as_json(capsys, f"{line} --stop 'never said' --json -")
+    assert result["config"]["stop"] == ["file", "never said"]
     assert result["finish_reason"] == ["stop"] and "file" not in result["text"][0]
-    main([*argv, "--stop", "file"])  # as it is decoded
-    out = capsys.readouterr().out
+    out, _ = run(capsys, line)  # as it is decoded
     assert out.startswith(result["text"][0] + "\n") and "[cut at" not in out
 
 
 def test_a_chat_stops_and_goes_on(capsys, monkeypatch):
     """The second turn is the same for every drafter, though the first was cut within a cycle."""
     found = []
-    for draft in (["--tree", "dynamic"], ["--draft", "none"]):
+    line = (
+        f"{ON_DEMO} --interactive --temperature 1 --seed 2 --max_new_tokens 40 --stop re --stop s"
+    )
+    for draft in ("--tree dynamic", "--draft none"):
         monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\n\ndef g(b):\n"))
-        argv = ["--checkpoint", DEMO, "--device", "cpu", "--temperature", "1", "--seed", "2"]
-        main(
-            [
-                *argv,
-                *draft,
-                "--interactive",
-                "--max_new_tokens",
-                "40",
-                "--stop",
-                "re",
-                "--stop",
-                "s",
-            ]
-        )
-        out, err = capsys.readouterr()
+        out, err = run(capsys, f"{line} {draft}")
         assert err.count("tokens/s") == 2
         found.append(out)
     assert found[0] == found[1] and "re" not in found[0]
