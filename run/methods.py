@@ -78,8 +78,10 @@ def source_of(engine: Any, preset: int) -> str:
 
 def told_draft(engine: Any) -> str:
     """Describe the ways to draft of an engine, for a person."""
-    by_preset = [source_of(engine, preset) for preset in range(len(engine.presets))]
-    sources = sorted(set(by_preset) - {""}, reverse=True)
-    if not sources:
-        return "no drafts"
-    return f"drafts by {' and '.join(sources)}"
+    by_preset = {source_of(engine, preset) for preset in range(len(engine.presets))}
+    return told_sources(sorted(by_preset - {""}, reverse=True))
+
+
+def told_sources(sources: list[str]) -> str:
+    """Describe what drafts, for a person."""
+    return f"drafts by {' and '.join(sources)}" if sources else "no drafts"

@@ -11,10 +11,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from files.memory import check_memory, free_bytes
 from files.rank import this_rank
 from reference import row_width
-from run.methods import source_of
+from run.methods import source_of, told_sources
 from steps import Rotate
 
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
@@ -108,7 +110,9 @@ def stats_line(stats: dict[str, Any], cut: str = "", doubt: str = "") -> str:
         has_estimate = stats["drafted_by"] and stats["estimate"] and tokens >= LEAST_TOKENS
         if has_estimate and "speedup" not in stats:
             line += f", about {stats['estimate']:.1f}x of vanilla{doubt}"
-        line += f"; tau {stats['tau']:.2f}{_drafted_by(stats)}"
+        # lookups beside a head are a choice of --tree auto
+        chosen = " (--tree auto)" if len(stats["drafted_by"]) > 1 else ""
+        line += f"; tau {stats['tau']:.2f}, {told_sources(stats['drafted_by'])}{chosen}"
     if cut:
         line += f" [{cut}]"
     if "speedup" in stats:
@@ -125,15 +129,6 @@ def stats_line(stats: dict[str, Any], cut: str = "", doubt: str = "") -> str:
     if "random" in stats:
         name = f"random weights in the shape {stats['random']}, whose text means nothing: "
     return "\n".join(name + line for line in lines)
-
-
-def _drafted_by(stats: dict[str, Any]) -> str:
-    """Name the sources of drafts. Lookups beside a head are a choice of --tree auto."""
-    sources = stats["drafted_by"]
-    if not sources:
-        return ", no drafts"
-    chosen = " (--tree auto)" if len(sources) > 1 else ""
-    return f", drafts by {' and '.join(sources)}{chosen}"
 
 
 def _details(stats: dict[str, Any]) -> str:
@@ -218,8 +213,6 @@ def _most_used(table: list[dict[str, Any]]) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Return the versions and the machine that a measurement depends on."""
-    import torch
-
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name()
     else:
@@ -238,8 +231,6 @@ def environment(device: str) -> dict[str, Any]:
 def peak_memory_bytes(device: str) -> int:
     """Return the peak device memory on CUDA, elsewhere the process's peak resident memory."""
     if device.startswith("cuda"):
-        import torch
-
         return torch.cuda.max_memory_allocated()
     import resource
 
