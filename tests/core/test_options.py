@@ -173,7 +173,7 @@ MISTAKES = [
     (f"{ON_DEMO} --chat alpaca --prompt a", "alpaca"),
     (f"{OF_IDS} --chat vicuna", "prompt_ids"),
     (f"{ON_DEMO} --prompt a --system b", "demo has none; add --chat NAME with one of llama3"),
-    (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral has no place for a system message; drop --system"),
+    (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral takes no system message (raises: there is no place for one); drop --system"),
     (f"{OF_IDS} --temperature warm", "invalid float value: 'warm'"),
     (f"{OF_IDS} --dtyp float32", "unrecognized arguments: --dtyp float32; did you mean --dtype?"),
     (f"{OF_IDS} --dtype int3", "invalid choice: 'int3'"),
