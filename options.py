@@ -57,8 +57,8 @@ def cache_folder() -> Path:
     """
     parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if parent.startswith("~"):
-        parent = os.path.join(gettempdir(), str(os.getuid()))
-    return Path(parent) / "gpt-eagle"
+        return Path(gettempdir(), f"gpt-eagle-{os.getuid()}")
+    return Path(parent, "gpt-eagle")
 
 
 def private_folder(*parts: str) -> Path:

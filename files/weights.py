@@ -470,11 +470,11 @@ def keeps_blocks(config: Any, path: Path) -> bool:
     config: a `run.options.GenerateConfig`, with `dtype` as the user gave it
     Returns: True for a GGUF file or a directory in MXFP4 on one device, unless dtype is given.
     """
-    if config.dtype or config.random or blocks() is None or this_rank().world_size > 1:
+    if config.dtype or config.random or this_rank().world_size > 1:
         return False
     file = path / "config.json"
     has_blocks = is_gguf(path) or (file.is_file() and is_mxfp4(read_json(file)))
-    return has_blocks and blocks().can_stay(config.device)
+    return has_blocks and blocks() is not None and blocks().can_stay(config.device)
 
 
 def keep_blocks(

@@ -16,7 +16,7 @@ import decode
 from decode import Buffers
 from drafters import Drafter
 from files.rank import of_ranks
-from options import load_part, part_or, require
+from options import load_part, require
 from run.clock import TimedCycle
 from run.draft_method import DraftMethod
 from run.observer import Observer, PresetMethod
@@ -49,13 +49,16 @@ class Engine(decode.Engine):
     seed: int = field(init=False)
     compile: bool | None = field(init=False)
 
-    modes = (*SamplingMode, SHAPED)
-
     def __post_init__(self) -> None:
         own = ("ignore_eos", "batch_size", "max_new_tokens", "sampling", "seed")
         values = {name: getattr(self.config, name) for name in own}
         for name, value in (values | {"compile": self.option("compile")}).items():
             object.__setattr__(self, name, value)  # of a frozen dataclass
+
+    @property
+    def modes(self) -> tuple[int, ...]:
+        """The modes that sequences may need: without `shaping` none of them has its parameters."""
+        return (*SamplingMode,) if self.shaping is None else (*SamplingMode, SHAPED)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -83,7 +86,8 @@ class Engine(decode.Engine):
 
     def cycle(self, drafter: Drafter, mode: int) -> TimedCycle:
         """Make a cycle of a preset, which reads the clock and accepts as the options say."""
-        kind = of_ranks("RankCycle", part_or("extension", "shaped cycle", TimedCycle))
+        kind = load_part("extension", "shaped cycle") if mode == SHAPED else TimedCycle
+        kind = of_ranks("RankCycle", kind)
         if self.config.accept == "residual":
             kind = load_part("extension", "residual").ResidualCycle
         return kind(self, drafter, mode)
