@@ -24,7 +24,7 @@ import torch
 from files.io import replace_file
 from files.lock import folder_lock
 from files.machine import describe_cpu
-from options import cache_folder, log_note, part_or, private_folder
+from options import cache_folder, log_note, part_or
 from run.engine import Engine
 
 # the check that a folder is the user's own; without backends/ nothing is remembered
@@ -103,7 +103,9 @@ def remember(file: Path, value: Any) -> None:
     parent = file.parent
     text = json.dumps(value) + "\n"
     try:
-        check_own(private_folder("trees"))
+        for made in (parent.parent, parent):  # `mkdir` creates missing parents with another mode
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(parent)
         with folder_lock(parent):
             replace_file(file, lambda path: path.write_text(text, encoding="utf-8"))
     except (OSError, RuntimeError) as error:

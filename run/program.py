@@ -22,7 +22,6 @@ PROGRAMS = {
     "generate": ("generate",),
     "chat": ("generate", "--chat", "--interactive"),
     "serve": ("scripts.serve",),
-    "compare": ("scripts.compare",),
     "train": ("scripts.train_head",),
     "quantize": ("quantize",),
     "export": ("scripts.export_head",),

@@ -84,8 +84,9 @@ def test_no_step_of_a_cycle_waits(temperature, version):
     engine = sized_engine(temperature, version)
     session = Session(engine, [(0, 0)])
     next(session.decode_turn([PROMPT]))
+    session.prefilling[0] = PROMPT
     with NoWaiting():
-        session._read_chunk(0, 0, 64, None)  # captured, too
+        session._read_chunk(0, 0, 64)  # captured, too
         for cycle in engine.cycles[session.mode]:
             state, *_ = cycle(session.buffers.cache, session.state)
             copy_into(session.state, state)
@@ -125,8 +126,8 @@ def test_prompts_run_in_passes_of_two_widths():
     session = decode(fresh(engine, captured=True), *prompts)
     assert session.history == want
     ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
-    runs = {(width, seq, 3, SamplingMode.GREEDY) for width, seq in ((256, 0), (64, 0), (64, 1))}
-    assert ran == runs, "width, sequence, preset, mode"
+    runs = {(width, seq, SamplingMode.GREEDY, 3) for width, seq in ((256, 0), (64, 0), (64, 1))}
+    assert ran == runs, "width, sequence, mode, preset"
 
 
 @pytest.mark.slow  # 20 seconds in the compiler

@@ -119,9 +119,9 @@ def test_where_all_are_greedy_nothing_is_sampled(monkeypatch):
     """Neither in an engine that was loaded to sample, nor beside a sequence that has ended."""
     engine = engine_for(golden_target(), make("dynamic"), batch_size=2, temperature=1.0, **OPTIONS)
     noise = record(monkeypatch, sampling, "gumbel")
-    scores = record(monkeypatch, sampling, "process")
+    cuts = record(monkeypatch, sampling.SamplingTensors, "cut")
     generate(engine, [[5, 17, 3], [9, 33]], temperature=0)
-    assert not noise and not scores
+    assert not noise and not cuts
     session = Session(engine)
     session.configure(0, Sampling(), 0)
     session.admit(0, [5, 17, 3], (0, 0))

@@ -157,8 +157,8 @@ def options_of(program: str, argv: list[str], patch: pytest.MonkeyPatch) -> Any:
         patch.undo()
     else:
         module = run.quantize if program == "quantize.py" else module_of(program)
-        for reader in (run.parsing, module):  # some programs have the function by its own name
-            if hasattr(reader, "parse_given"):
+        for reader in [run.parsing, *sys.modules.values()]:  # which have it by its own name
+            if getattr(reader, "parse_given", None) is read:
                 patch.setattr(reader, "parse_given", lambda *values: stop(read(*values)[0]))
         patch.setattr(sys, "argv", [program, *argv])
         with pytest.raises(Parsed) as parsed:

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import backends.attention
 import backends.library
@@ -18,7 +17,7 @@ import backends.weight
 import draft_tree
 import reference
 from backends.weight import join_zeros, split_zeros
-from helpers import COMPILER, quantized
+from helpers import quantized
 from reference import TORCH, choose, visible_slots
 
 OURS = choose(torch.device("cpu"))
@@ -170,37 +169,6 @@ def test_registration(dtype):
         args = inputs(HEADS[heads], *shape, dtype=dtype)
         check_registration("tree_attention", *args)
         check_registration("path_table", args[4])
-
-
-def write_and_attend(q, k, v, k_cache, v_cache, slots, start, mask):
-    """Write to the cache and attend, as a layer does. Writes: the caches."""
-    batch = torch.arange(q.shape[0])[:, None]
-    k_cache[batch, :, slots] = k
-    v_cache[batch, :, slots] = v
-    return OURS.attention(q, k_cache, v_cache, start, mask) * 2
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
-)
-def test_one_graph_for_every_start(backend):
-    """The used length is data: no start, nor a longer batch of them, may become a shape of the graph."""
-    counter = CompileCounterWithBackend(backend)
-    torch._dynamo.reset()
-    step = torch.compile(write_and_attend, backend=counter, fullgraph=True, dynamic=False)
-    g = torch.Generator().manual_seed(0)
-    B, T, S, (H, kv_heads) = 2, 3, 32, HEADS["gqa"]
-    mask = torch.ones(T, T).tril().bool().expand(B, T, T)
-    ours, theirs = ([torch.zeros(B, kv_heads, S, E) for _ in range(2)] for _ in range(2))
-    for starts in ([0, 0], [3, 3], [6, 4], [9, 7], [29, 10], [12, 0]):
-        start = torch.tensor(starts)
-        q = torch.randn(B, T, H, E, generator=g)
-        k, v = (torch.randn(B, T, kv_heads, E, generator=g) for _ in range(2))
-        slots = start[:, None] + torch.arange(T)
-        y = step(q, k, v, *ours, slots, start, mask)
-        close(y, write_and_attend(q, k, v, *theirs, slots, start, mask))
-        assert all(map(torch.equal, ours, theirs))  # written in place, nothing else touched
-    assert counter.frame_count == 1
 
 
 def test_without_triton_the_cache_is_masked_and_said_so(monkeypatch, capsys):

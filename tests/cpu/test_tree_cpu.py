@@ -376,12 +376,10 @@ def test_lookup(batch, ngram):
                 longest = match_lengths(text, ngram.max).amax(1)
                 assert lengths[:, 0].tolist() == (longest * (longest >= ngram.min)).tolist()
             levels, _ = pool_of(batch, [3, 6], [2], True)
-            distinct = joined(levels)
-            distinct = replace_fields(
-                distinct, tokens=torch.arange(9).expand(batch, 9).clone()
-            )  # siblings differ
+            siblings = torch.arange(9).expand(batch, 9).clone()  # that differ
+            distinct = replace_fields(joined(levels), tokens=siblings)
             for pool in (no_candidates(batch), distinct):
-                assert_equal(ngram.add(pool, text, OURS), ngram.add(pool, text))
+                assert_equal(ngram.add([pool], text, OURS), ngram.add([pool], text))
 
 
 @pytest.mark.parametrize(

@@ -632,7 +632,6 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path):
     argv = {
         "quantize": [*some, "--out", str(tmp_path / "out")],
         "scripts/serve": [],
-        "scripts/compare": [*some, "--prompts", str(ROOT / "data/eval/demo.jsonl")],
         "scripts/train_head": [*some, "--out", str(tmp_path / "out"), "--chat", "vicuna"],
     }
     imported = tmp_path / "imported"

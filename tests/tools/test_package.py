@@ -112,6 +112,6 @@ def test_the_optional_folder_is_found(installed):
 
 
 def test_an_installed_mistake_is_one_line(installed):
-    done = run(installed, "compare", "--checkpoint", "nowhere")
+    done = run(installed, "serve", "--checkpoint", "nowhere")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
