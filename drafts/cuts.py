@@ -24,8 +24,8 @@ def cut_shaped(
 ) -> Tensor:
     """Apply the temperature, then all cuts: `reference.cut` with further ones between.
 
-    scores: [B, N, V] fp32; xtc: [B, N] fp32, as in `shaping.NodeShaping`, None: it never acts; the
-        others [B], as in `sampling.SamplingTensors` and `shaping.ShapedRows`
+    scores: [B, N, V] fp32; xtc: [B, N] fp32, from `shaping.ShapedRule.xtc_at`, None: it never acts;
+        the others [B], as in `sampling.SamplingTensors` and `shaping.Shaped`
     """
     z = scores / temperature[:, None, None]
     z = z.masked_fill(z < least_of_sigmas(z, sigmas[:, None, None]), float("-inf"))

@@ -1,4 +1,4 @@
-"""What options of generate.py need, to work and to have an effect: one table. No torch is imported.
+"""The needs of options, to work and to have an effect: one table. No torch is imported.
 
 The kind, the choices and the range of a value are those of its field (run/options.py).
 """

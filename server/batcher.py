@@ -67,7 +67,7 @@ class Drafts(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What a step adds to an answer."""
+    """The part of an answer that one step adds."""
 
     choice: int
     text: str  # that has become certain
