@@ -78,7 +78,11 @@ class Keyboard:
             self.hold()
 
     def hold(self) -> None:
-        """Take the keys from now on, unseen, Ctrl-D among them."""
+        """Take the keys from now on, unseen, Ctrl-D among them.
+
+        The terminal stays so during a prompt, too: in a line mode between the two, it would take
+        Ctrl-D itself, and nobody would get it.
+        """
         self.mode.__enter__()
         self.output.enable_bracketed_paste()
         self.output.flush()
@@ -89,13 +93,13 @@ class Keyboard:
         """Leave the terminal as it was, and forget the keys: no shell shall get them."""
         if self.reader:
             self._release()
+            self._restore()
             termios.tcflush(self.input.fileno(), termios.TCIFLUSH)
 
     def _release(self) -> None:
         os.write(self.waker, b".")
         self.reader.join()
         self.reader = None
-        self._restore()
         store_typeahead(self.input, self.held)
         self.held = []
 
