@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from backends.cpp import tiles
+from backends.cpp import fetching, tiles
 from options import cache_folder, log_note, part_or, private_folder
 
 HERE = Path(__file__).parent
@@ -276,6 +276,7 @@ def _load() -> str:
         register("gpt_eagle", library)
         _loaded.append(library.name)
         tiles.choose()
+        fetching.choose(library.with_suffix(".fetching"))
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"

@@ -260,6 +260,7 @@ OPERATORS(m) {
   m.def(
       "matmul(Tensor x, Tensor weight, Tensor? table, Tensor? bias, int n, bool fp32_out, "
       "Tensor? expert=None) -> Tensor", cpu(matmul));
+  m.def("fetch_for_few(bool fetches) -> ()", +[](bool fetches) { fetches_for_few = fetches; });
   m.def("use_tiles(str name) -> bool", amx::use_tiles);
   m.def("tiles() -> (str, int, int)", amx::tiles);
 }

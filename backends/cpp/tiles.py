@@ -113,10 +113,10 @@ def _k_weight(kind: KType, n: int, k: int, generator: torch.Generator) -> tuple[
         packed[:, kind.halves : codes] &= 63
     numbers = torch.rand(len(packed), kind.halves // 2, generator=generator, device="cpu")
     packed[:, : kind.halves] = (numbers / 64).half().view(torch.uint8)
-    return packed.flatten(), _table(packed, n, k, kind.number)
+    return packed.flatten(), table(packed, n, k, kind.number)
 
 
-def _table(packed: Tensor, n: int, k: int, layout: int, group: int = 0) -> Tensor:
+def table(packed: Tensor, n: int, k: int, layout: int, group: int = 0) -> Tensor:
     """Return the table of a weight of one part (weight_layout.h)."""
     return torch.tensor([n, k, packed.numel(), layout, n, group, 0], device="cpu")
 
@@ -138,9 +138,9 @@ def _operands() -> Operands:
     strips = []
     for group in (32, 128):
         packed = pack_strips(codes >> 4, scales[:, : k // group], 4)
-        strips.append((packed, _table(packed, n, k, INT4, group)))
+        strips.append((packed, table(packed, n, k, INT4, group)))
     packed = pack_strips(codes, scales[:, 0].float(), 8)
-    strips.append((packed, _table(packed, n, k, INT8_OUTPUT)))
+    strips.append((packed, table(packed, n, k, INT8_OUTPUT)))
     strips += [_k_weight(kind, n, k, generator) for kind in (Q4_K, Q6_K)]
     return Operands(x.bfloat16(), weight.bfloat16(), strips)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.cpp import build
+from backends.cpp import build, fetching
+from backends.cpp.tiles import INT4, INT8_OUTPUT, table
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
@@ -317,3 +318,53 @@ def test_a_library_that_was_planted_is_built_again(calls, planted, monkeypatch):
 
 def test_a_library_that_does_not_load_is_not_fatal(calls, capsys):
     assert build.build().name in why(capsys) and len(calls()) == 1
+
+
+# ------------------------------------------------------------------------ fetches of few rows' weights
+
+
+@pytest.mark.parametrize("content", [None, "", "no number", "1.310\n", "0.990\n"])
+def test_the_fetches_of_few_rows_are_measured_once(tmp_path, monkeypatch, content):
+    """A file that is whole is believed; another one is measured and written anew."""
+    chosen, measured = [], []
+    monkeypatch.setattr(torch.ops.gpt_eagle, "fetch_for_few", chosen.append)
+    monkeypatch.setattr(fetching, "measured", lambda: measured.append(1) or 1.2)
+    kept = tmp_path / "library.fetching"
+    if content is not None:
+        kept.write_text(content)
+    whole = bool(content) and content[0].isdigit()
+    for _ in range(2):
+        fetching.choose(kept)
+    assert len(measured) == (not whole)
+    assert chosen == [content != "0.990\n"] * 2
+    assert kept.read_text() == (content if whole else "1.200\n")
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_measurement_that_cannot_be_kept_is_used(tmp_path, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.ops.gpt_eagle, "fetch_for_few", chosen.append)
+    monkeypatch.setattr(fetching, "measured", lambda: 1.2)
+    fetching.choose(tmp_path / "missing" / "library.fetching")
+    assert chosen == [True]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("layout", "group"), [(INT4, 32), (INT4, 128), (INT8_OUTPUT, 0)])
+def test_fetches_change_no_bit(layout, group, rows):
+    """Of all panels, the last one of a weight among them, which has nothing behind it to fetch."""
+    operators = torch.ops.gpt_eagle
+    n, k = 72, 1152
+    size = operators.weight_bytes(layout, n=n, k=k, group=group)
+    chance = torch.Generator().manual_seed(rows)
+    weight = torch.randint(60, 64, (size,), dtype=torch.uint8, generator=chance)
+    x = torch.randn(rows, k, generator=chance).bfloat16()
+    found = []
+    try:
+        for fetches in (False, True):
+            operators.fetch_for_few(fetches)
+            of_n = table(weight, n, k, layout, group)
+            found.append(operators.matmul(x, weight, of_n, None, n, True))
+    finally:
+        fetching.choose(build.build().with_suffix(".fetching"))
+    assert torch.equal(*found) and found[0].isfinite().all() and found[0].any()
