@@ -8,7 +8,7 @@ no file. The text means nothing.
 2. `OracleDrafter` runs an EAGLE-2 head of the target's shape, which takes a trained one's time, and
    puts the next token of the text among the children where `RATES` says that a head finds it.
 
-Not here: reading files; heads of other kinds; random GGUF files (scripts/bench/random_file.py).
+Not here: reading files; heads of other kinds.
 """
 
 from __future__ import annotations

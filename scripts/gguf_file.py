@@ -1,6 +1,6 @@
 """Write GGUF files: names, keys, the order of rows, blocks.
 
-export_head.py writes heads, bench/llama_peer.py models, bench/random_file.py random numbers.
+export_head.py writes heads, bench/llama_peer.py models.
 Package: gguf. Not here: reading such a file (files/gguf.py, files/gguf_heads.py).
 """
 

@@ -7,13 +7,13 @@ speed     tokens per second, speedup and tau of ways to draft, and of other runt
 fidelity  what each weight format loses: KL, perplexity, right answers
 passes    passes of a whole model over some rows
 linear    one linear layer in every weight format
+attention on CUDA: attention of trees, beside torch's
 start     from the command to the first text
 race      one prompt with drafts and without, as a moving picture
 bars      a table and a picture of rates that were measured
-kernels   on CUDA: matmuls and attention, and whether their results are right
 plans     on CUDA: the fastest tiles of our matmuls, which decoding loads
 
-Every case is a file of scripts/bench with the function `run`; their options are in cases.py.
+scripts/bench/cases.py has their options and names their functions.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ def main() -> None:
         hint = did_you_mean(what, CASES) or f"; use one of {', '.join(CASES)}"
         fail("measure.py", f"there is no case {what}{hint}")
     program = f"measure.py {what}"
-    config = parse(CASES[what], program, CASES[what].__doc__, sys.argv[2:])
+    options, place = CASES[what]
+    config = parse(options, program, options.__doc__, sys.argv[2:])
     with one_line_errors(program):
         config.check()
+        module, _, function = place.partition(":")
         # after the checks, since its imports take seconds
-        load_module(f"scripts.bench.{what}").run(config)
+        getattr(load_module(f"scripts.bench.{module}"), function)(config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The options of every case of measure.py, and their checks.
 
 This module imports no torch, so that help and mistakes are answered at once.
-Not here: the measurements (a file of this folder each).
+Not here: the measurements (the files of this folder).
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from options import require
 from run.options import DEFAULT, ROOT
 from run.parsing import option
 
-# contestants of other runtimes; `7b` has random weights in the shape of LLaMA-2 7B
+# contestants of other runtimes; `7b` and gpt-fast have random weights in the shape of LLaMA-2 7B
 FORMATS = ("bf16", "f16", "q8_0", "q4_0")  # of GGUF files that are written of the checkpoint
 LOOKUP = "lookup2"  # of two tokens, the advice of llama-cpp-python for CPUs
-EAGLE3 = "eagle3"  # by the same head as ours, in chains of three, llama.cpp's default
 LLAMA_CPP = tuple(
-    f"llama.cpp:{form}{draft}"
-    for form in ("file", *FORMATS)
-    for draft in ("", f":{LOOKUP}", f":{EAGLE3}")
+    f"llama.cpp:{form}{draft}" for form in ("file", *FORMATS) for draft in ("", f":{LOOKUP}")
 )
-GPT_FAST = tuple(f"gpt-fast:{form}" for form in ("bf16", "int8", "int4", "int4-128"))
-PEERS = ("transformers", "transformers:lookup", "transformers:7b", *LLAMA_CPP, *GPT_FAST)
+TRANSFORMERS = ("transformers", "transformers:lookup", "transformers:7b")
+PEERS = (*TRANSFORMERS, *LLAMA_CPP, "gpt-fast:int4")
 GPT_FAST_FOLDER = ROOT / "brought/gpt-fast"
 GPT_FAST_FILES = ("model.py", "quantize.py", "generate.py")
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf"), "gpt-fast": ()}
@@ -38,17 +35,11 @@ UNITS = ("none", "hardware", "emulation")  # of AMX tiles
 FLOAT = ("torch-bf16", "bf16")
 ROUNDED = {"int8": 0, "int4-32": 32, "int4-64": 64, "int4-128": 128}
 FILE_TYPES = {  # with the inputs of a block
-    "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q8_0": 32,
+    "Q4_0": 32, "Q4_1": 32, "Q5_0": 32, "Q5_1": 32, "Q8_0": 32,
     "Q2_K": 256, "Q3_K": 256, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256,
 }  # fmt: skip
 KINDS = (*FLOAT, *ROUNDED, *FILE_TYPES)
 USUAL = (*FLOAT, *ROUNDED, "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-# of random_file.py
-SHAPES = ("qwen3.5-0.8b", "lfm2-350m", "gemma4-e2b", "gpt-oss-20b")
-KERNELS = (
-    "bf16", "int8", "int4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
-    "attention",
-)  # fmt: skip
 
 
 def is_peer(method: str) -> bool:
@@ -119,8 +110,8 @@ class SpeedOptions(Timed):
     option of generate.py: `eagle:dynamic:topk:tree_size=30`. `all` are those whose files are at
     hand; the fastest of them is recommended, with its command. Other runtimes: transformers,
     transformers:lookup, llama.cpp:FORMAT on GGUF files of the same weights (`file` is the
-    checkpoint itself), with :lookup2 or :eagle3 behind it; and with random weights in the shape of
-    LLaMA-2 7B transformers:7b and gpt-fast:FORMAT, with the files of brought/gpt-fast.
+    checkpoint itself), with :lookup2 behind it; and with random weights in the shape of LLaMA-2 7B
+    transformers:7b and gpt-fast:int4, with the files of brought/gpt-fast.
     """
 
     checkpoint: str = option(DEFAULT, "the target: a Hugging Face directory or a GGUF file")
@@ -220,9 +211,7 @@ class FidelityOptions(Options):
 class PassesOptions(Timed):
     """Passes of a whole model over some rows, as a tree of so many nodes is verified."""
 
-    checkpoint: str = option(
-        DEFAULT, f"a Hugging Face directory or a GGUF file; or of {', '.join(SHAPES)}: random"
-    )
+    checkpoint: str = option(DEFAULT, "a Hugging Face directory or a GGUF file")
     dtype: str = option("", "default: the checkpoint's", DTYPES)
     quant: str = option("none", "round the weights while loading", QUANTS)
     rows: str = option("1,2,4,8,16,32,64", "numbers of tokens, separated by commas", numbers=True)
@@ -238,9 +227,8 @@ class PassesOptions(Timed):
         super().check()
         if self.llama_cpp:
             check_peer(f"llama.cpp:{self.llama_cpp}")
-            is_file = self.checkpoint in SHAPES or is_gguf(Path(self.checkpoint))
-            fault = f"--llama_cpp file needs a GGUF file; {self.checkpoint} is none"
-            require(is_file or self.llama_cpp != "file", fault)
+            is_file = is_gguf(Path(self.checkpoint)) or self.llama_cpp != "file"
+            require(is_file, f"--llama_cpp file needs a GGUF file; {self.checkpoint} is none")
 
 
 @dataclass(frozen=True)
@@ -255,6 +243,7 @@ class LinearOptions(Timed):
     units: str = option(
         "", "units of AMX tiles to compare, as none,hardware; default: the one in use", among=UNITS
     )
+    device: str = option("cpu", "cpu or cuda", ("cpu", "cuda"))
 
     def check(self) -> None:
         """Check the options. Raises: ValueError for a value that cannot work."""
@@ -273,12 +262,18 @@ class LinearOptions(Timed):
 class StartOptions(Timed):
     """From the command to the first text and to the end, each start in a process of its own."""
 
-    llama_python: str = option(
-        "", "a Python that has llama-cpp-python; without one llama.cpp is left out"
-    )
+    checkpoint: str = option(DEFAULT, "the model; of llama.cpp a GGUF file")
+    lengths: str = option("50,500", "tokens at which the answer is cut", numbers=True)
+    llama_cpp: bool = option(False, "start llama.cpp, too")
     threads: int = option(2, "threads of llama.cpp; generate.py takes all cores", least=1)
     rounds: int = option(3, "second starts of every contestant", least=1)
     cold: bool = option(False, "also print a first start with empty caches")
+
+    def check(self) -> None:
+        """Check the options. Raises: ValueError."""
+        super().check()
+        if self.llama_cpp:
+            check_peer("llama.cpp:file")
 
 
 @dataclass(frozen=True)
@@ -308,15 +303,13 @@ class BarsOptions(Options):
 
 
 @dataclass(frozen=True)
-class KernelsOptions(Options):
-    """On CUDA, matmuls or attention of a 7B beside torch's: microseconds, and right or wrong."""
+class AttentionOptions(Timed):
+    """On CUDA, attention of a 7B and an 8B beside torch's, in microseconds of a layer."""
 
-    format: str = option("int4", "weights of a matmul; or attention", KERNELS)
-    rows: str = option("1,8,16,32,64", "rows of activations, or of trees, ascending", numbers=True)
+    rows: str = option("1,8,16,32,64", "rows of chains and, from 16 on, of trees", numbers=True)
     lengths: str = option(
         "128,200,512,2048", "slots that attention reads in front of its rows", numbers=True
     )
-    json: str = option("", "append the rows to this file")
 
 
 @dataclass(frozen=True)
@@ -332,14 +325,15 @@ class PlansOptions:
         require(find_spec("triton") is not None, "Triton is not installed; pip install triton")
 
 
-CASES: dict[str, type] = {
-    "speed": SpeedOptions,
-    "fidelity": FidelityOptions,
-    "passes": PassesOptions,
-    "linear": LinearOptions,
-    "start": StartOptions,
-    "race": RaceOptions,
-    "bars": BarsOptions,
-    "kernels": KernelsOptions,
-    "plans": PlansOptions,
+# the options of every case, and its function
+CASES: dict[str, tuple[type, str]] = {
+    "speed": (SpeedOptions, "speed:run"),
+    "fidelity": (FidelityOptions, "fidelity:run"),
+    "passes": (PassesOptions, "passes:run"),
+    "linear": (LinearOptions, "operators:linear"),
+    "attention": (AttentionOptions, "operators:attention"),
+    "start": (StartOptions, "start:run"),
+    "race": (RaceOptions, "pictures:race"),
+    "bars": (BarsOptions, "pictures:bars"),
+    "plans": (PlansOptions, "plans:run"),
 }

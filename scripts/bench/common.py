@@ -1,12 +1,11 @@
-"""Shared by the cases of measure.py: turns, series, rows, the bandwidth ceiling, and the machine.
+"""Shared by the cases of measure.py: turns, one clock, the machine, rows and tables.
 
 1. Contestants run in turn, round after round, so that drift of the machine hits all of them. Ratios
    are taken inside a round.
 2. Rows are appended to a file of JSON lines. A line that a kill tore is dropped, and measured
    again.
 3. The ceiling is the read bandwidth of a buffer that no cache holds. A process of its own measures
-   it, so that the buffer does not count in any peak memory. A GPU times it by events, since launch
-   and synchronization would take a noticeable part of a reading.
+   it, so that the buffer does not count in any peak memory.
 
 Not here: the measurements themselves.
 """
@@ -21,8 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from datetime import date
 from operator import truediv
 from pathlib import Path
@@ -33,30 +31,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from backends.library import PLAIN, tiles_in_use
-from decode import build_cycles
-from drafts.presets import PresetPolicy
 from files.io import read_jsonl
 from model import Transformer
 from run import stats
-from run.engine import Engine
-from run.load import with_draft
-from run.options import ROOT, GenerateConfig
-from run.warm_up import warm_up
+from run.options import ROOT
 from steps import Project
 
 CEILING_BYTES = {"cpu": 10**9, "cuda": 8 * 10**9}  # summed up for the bandwidth; no cache holds it
-
 TIMES = {  # tables of `times_by_rows`: the key that a row needs, and its cell
-    "ms (least)": ("ms", "{ms:.2f} ({least_ms:.2f})"),
+    "ms (least)": ("ms", "{ms:.4g} ({least_ms:.4g})"),
     "GB/s": ("gb_per_s", "{gb_per_s:.1f}"),
     "over the time of the fewest rows": ("over_rows", "{over_rows:.2f}"),
     "over the time of the first": ("over_first", "{over_first:.2f}"),
 }
-
-# options that loading resolves, beside those of the draft
-OF_TARGET = (
-    "compile", "context", "device", "draft", "dtype", "group_size", "head", "quant", "quant_draft",
-)  # fmt: skip
 
 
 class Series(NamedTuple):
@@ -79,32 +66,13 @@ class Series(NamedTuple):
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return Series(median, low, high)
 
-    def text(self, scale: float, digits: int) -> str:
+    def text(self, digits: int, scale: float = 1.0) -> str:
         """Format as `median (low-high)`, scaled."""
         median, low, high = (f"{x * scale:.{digits}f}" for x in self)
         return f"{median} ({low}-{high})"
 
 
-# -------------------------------------------------------------------------------------------- turns
-
-
-def with_config(engine: Engine, config: GenerateConfig) -> Engine:
-    """Return an engine over the same target with other options of drafting, sampling and batching.
-
-    config: checked, with the engine's checkpoint, device and context, and dtype as it was given
-    Returns: the engine, warmed up. Raises: ValueError for a draft that does not fit.
-    """
-    if engine.option("quant") != "none":  # as it was loaded
-        config = replace(config, quant=engine.option("quant"))
-    engine = with_draft(engine, config, str(engine.device))
-    if isinstance(engine.policy, PresetPolicy):
-        engine.policy.kept = None  # every prompt is the first request
-    return warm_up(build_cycles(engine))
-
-
-def draft_options(engine: Engine) -> dict[str, Any]:
-    """Return the options of the draft as they were used, by name."""
-    return {name: value for name, value in engine.resolved.items() if name not in OF_TARGET}
+# ----------------------------------------------------------------------------------- turns and time
 
 
 def in_turn(
@@ -128,18 +96,32 @@ def in_turn(
     return results
 
 
+def seconds_of(work: Callable[[], Any], device: str) -> float:
+    """Time some work. On a GPU two events of its stream do, without the host's launches."""
+    if not device.startswith("cuda"):
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    work()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) * 1e-3
+
+
 def times_by_rows(
     report: Report,
     title: str,
     runs: dict[tuple[str, int], Callable[[], float]],
     rounds: int,
     beside: dict[str, str],
-    read_bytes: dict[str, int],
+    read_bytes: dict[tuple[str, int], int],
 ) -> None:
     """Run contestants in turn at every number of rows. Writes: rows of the report; prints tables.
 
     runs: return seconds, by contestant and rows; beside: the contestant that one is compared with
-    read_bytes: of a call, by contestant, where a rate is asked for
+    read_bytes: of a run, where a rate is asked for
     """
     taken = in_turn(runs, rounds, title)
     least_rows = min(rows for _, rows in runs)
@@ -155,8 +137,8 @@ def times_by_rows(
             "least_ms": min(seconds) * 1e3,
             "over_rows": statistics.median(map(truediv, seconds, taken[name, least_rows])),
         }
-        if name in read_bytes:
-            row["gb_per_s"] = read_bytes[name] / series.median / 1e9
+        if (name, rows) in read_bytes:
+            row["gb_per_s"] = read_bytes[name, rows] / series.median / 1e9
         if beside[name] != name:
             first = taken[beside[name], rows]
             row["over_first"] = statistics.median(map(truediv, seconds, first))
@@ -200,57 +182,29 @@ def read_bandwidth(device: str, runs: int, size: int = 0) -> Series:
 def _bandwidth(device: str, runs: int, threads: int, size: int) -> list[float]:
     torch.set_num_threads(threads)
     buffer = torch.ones(size // 4, device=device)
-    seconds_of = event_seconds if device.startswith("cuda") else host_seconds
-    rates = [buffer.nbytes / seconds_of(buffer.sum) for _ in range(runs + 1)]
+    rates = [buffer.nbytes / seconds_of(buffer.sum, device) for _ in range(runs + 1)]
     return rates[1:]  # the first warms up
 
 
-def host_seconds(work: Callable[[], Tensor]) -> float:
-    """Time some work until its result, one number, is there."""
-    began = time.perf_counter()
-    work().item()
-    return time.perf_counter() - began
+def pass_bytes(target: Transformer) -> float:
+    """Return the bytes of weights that a pass reads at least.
 
-
-def event_seconds(work: Callable[[], Any]) -> float:
-    """Time some work on a GPU between two events of its stream, without the host's launches."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    work()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) * 1e-3
-
-
-def pass_bytes(target: Transformer, cached: float) -> float:
-    """Return the bytes that a pass reads at least.
-
-    These are the keys and values and all weights, but of an untied embedding one row only, and of a
-    mixture the experts of one token only.
-    cached: tokens
+    Of an untied embedding that is one row, and of a mixture the experts of one token.
     """
     c = target.config
-    embedding = next(_tensors(target.embedding))  # a weight, or packed blocks
-    tied = any(x is embedding for x in _tensors(target.lm_head))
+    (embedding, *_) = tensors_of(target.embedding)  # a weight, or packed blocks
+    tied = any(x is embedding for x in tensors_of(target.lm_head))
     skipped = 0 if tied else embedding.nbytes * (1 - 1 / c.vocab_size)
-    if c.n_experts:
-        steps = [(layer, step) for layer in target.layers for step in layer.steps]
-        experts = [(layer, s.name) for layer, s in steps if isinstance(s, Project) and s.experts]
-        total = sum(_nbytes(getattr(layer, name)) for layer, name in experts)
-        skipped += (1 - c.experts_per_token / c.n_experts) * total
-    weights = _nbytes(target) - skipped
-    return (
-        weights + 2 * c.n_layers * c.n_kv_heads * c.head_dim * target.norm.weight.itemsize * cached
-    )
+    for layer in target.layers if c.n_experts else ():
+        stacks = [s.name for s in layer.steps if isinstance(s, Project) and s.experts]
+        experts = sum(x.nbytes for name in stacks for x in tensors_of(getattr(layer, name)))
+        skipped += (1 - c.experts_per_token / c.n_experts) * experts
+    return sum(x.nbytes for x in tensors_of(target)) - skipped
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(x.nbytes for x in _tensors(module))
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and the buffers of a module."""
+    return [*module.parameters(), *module.buffers()]
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -282,41 +236,7 @@ def _cpu_name() -> str:
     return " ".join([values["model name"], *numbers])
 
 
-# ------------------------------------------------------------------------------------------- rows
-
-
-class Report:
-    """The rows of a measurement, each with the machine and further facts, and its tables."""
-
-    def __init__(self, json: str, device: str = "cpu", threads: int = 0, **further: Any):
-        """Print the machine. json: the file of the rows; threads: of torch; 0: its default"""
-        if threads:
-            torch.set_num_threads(threads)
-        self.log = Log(json, "--json")
-        self.rows: list[dict[str, Any]] = []  # of this run
-        self.facts = {"environment": environment(device)} | further
-        print(", ".join(f"{key} {value}" for key, value in self.facts["environment"].items()))
-
-    def add(self, *rows: dict[str, Any]) -> None:
-        """Append rows to the file."""
-        self.rows += rows
-        self.log.add([row | self.facts for row in rows])
-
-
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
-    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
-    return "\n".join([first, "|" + "---|" * len([*head]), *lines])
-
-
-def pivot(title: str, cells: dict[tuple[str, str], str]) -> str:
-    """Return a table of cells by the names of a row and a column; the title is over the rows."""
-    columns = dict.fromkeys(column for _, column in cells)
-    lines = [
-        [row, *(cells.get((row, column), "") for column in columns)]
-        for row in dict.fromkeys(row for row, _ in cells)
-    ]
-    return markdown([title, *columns], lines)
+# ---------------------------------------------------------------------------------- rows and tables
 
 
 class Log:
@@ -348,3 +268,35 @@ class Log:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
                 file.flush()
                 os.fsync(file.fileno())
+
+
+class Report:
+    """The rows of a measurement, each with the machine and further facts."""
+
+    def __init__(self, json: str, device: str = "cpu", threads: int = 0, **further: Any):
+        """Print the machine. json: the file of the rows; threads: of torch; 0: its default"""
+        if threads:
+            torch.set_num_threads(threads)
+        self.log = Log(json, "--json")
+        self.facts = {"environment": environment(device)} | further
+        print(", ".join(f"{key} {value}" for key, value in self.facts["environment"].items()))
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Append rows to the file."""
+        self.log.add([row | self.facts for row in rows])
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len([*head]), *lines])
+
+
+def pivot(title: str, cells: dict[tuple[str, str], str]) -> str:
+    """Return a table of cells by the names of a row and a column; the title is over the rows."""
+    columns = dict.fromkeys(column for _, column in cells)
+    lines = [
+        [row, *(cells.get((row, column), "") for column in columns)]
+        for row in dict.fromkeys(row for row, _ in cells)
+    ]
+    return markdown([title, *columns], lines)

@@ -8,7 +8,7 @@
 
 Greedy peers decode the first turn of each prompt and do not stop at an end of sequence.
 Random weights say nothing but the rate; those contestants have no tokens to compare.
-Not here: in which order they run, and the tables (speed.py, table.py).
+Not here: in which order they run, and the tables (speed.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,16 +25,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decode import build_cycles
+from drafts.presets import PresetPolicy
 from drafts.random_model import raw_config
-from files.io import bundled_head, is_gguf
 from model import DTYPES
 from run.engine import Engine
 from run.generate import Batch, encode
+from run.load import with_draft
+from run.options import GenerateConfig
 from run.stats import Stats
-from scripts import export_head
-from scripts.bench.cases import EAGLE3, GPT_FAST_FOLDER, LOOKUP, SpeedOptions
-from scripts.bench.common import repeated
-from scripts.bench.llama_peer import Eagle3, LlamaCpp, decode, lookup, write_gguf
+from run.warm_up import warm_up
+from scripts.bench.cases import GPT_FAST_FOLDER, LOOKUP, SpeedOptions
+from scripts.bench.common import repeated, seconds_of
+from scripts.bench.llama_peer import LlamaCpp, decode, gguf_of, lookup
 
 LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
@@ -74,6 +77,20 @@ class Outcome:
     def repeated(self) -> list[float]:
         """The share of repeated 8-grams, by answer."""
         return [repeated(text) for text in self.texts]
+
+
+def with_config(engine: Engine, config: GenerateConfig) -> Engine:
+    """Return an engine over the same target with other options of drafting, sampling and batching.
+
+    config: checked, with the engine's checkpoint, device and context, and dtype as it was given
+    Returns: the engine, warmed up. Raises: ValueError for a draft that does not fit.
+    """
+    if engine.option("quant") != "none":  # as it was loaded
+        config = replace(config, quant=engine.option("quant"))
+    engine = with_draft(engine, config, str(engine.device))
+    if isinstance(engine.policy, PresetPolicy):
+        engine.policy.kept = None  # every prompt is the first request
+    return warm_up(build_cycles(engine))
 
 
 Run = Callable[[int], Outcome]  # decodes a group, by its number
@@ -159,7 +176,7 @@ class Peers:
         self.target = target
         self.size = size
         self.folder = folder
-        self.llama: dict[tuple[str, bool], LlamaCpp] = {}  # by format, and whether with a head
+        self.llama: dict[str, LlamaCpp] = {}  # by format
         self.model: Any = None  # of transformers
 
     def make(self, name: str) -> Contestant:
@@ -167,7 +184,7 @@ class Peers:
         runtime, _, variant = name.partition(":")
         same_as = ""  # random weights have no tokens to compare
         if runtime == "gpt-fast":
-            decode_group = run_gpt_fast(variant, self.config)
+            decode_group = run_gpt_fast(self.config)
         elif runtime == "llama.cpp":
             form, _, how = variant.partition(":")
             decode_group = self._llama_cpp(form, how)
@@ -192,55 +209,21 @@ class Peers:
         return Contestant(start, same_as)
 
     def _llama_cpp(self, form: str, how: str) -> DecodeGroup:
-        """Load llama.cpp on the same weights. how: "", LOOKUP or EAGLE3"""
+        """Load llama.cpp on the same weights. how: "" or LOOKUP"""
         config = self.config
-        threads = torch.get_num_threads()
-        key = (form, how == EAGLE3)  # beside a head its target also hands out layers' inputs
-        if key not in self.llama:
+        if form not in self.llama:
             file = gguf_of(Path(config.checkpoint), form, self.folder)
-            self.llama[key] = LlamaCpp(file, self.target.context, threads, PREFILL_ROWS)
-        peer = self.llama[key]
+            threads = torch.get_num_threads()
+            self.llama[form] = LlamaCpp(file, self.target.context, threads, PREFILL_ROWS)
+        peer = self.llama[form]
         draft = lookup() if how == LOOKUP else None
-        head = None
-        if how == EAGLE3:
-            head = Eagle3(peer, eagle3_file(config, self.folder), threads)
-            draft = head.draft
 
         def run(prompts: list[list[int]]) -> Outcome:
             (prompt,) = prompts
-            if head:
-                head.begin()
             clock = TokenClock()
             return clock.outcome([decode(peer, prompt, config.max_new_tokens, clock, draft)])
 
         return run
-
-
-def gguf_of(checkpoint: Path, form: str, folder: Path) -> Path:
-    """Return a GGUF file of a checkpoint's weights. Writes: the file, if missing."""
-    if form == "file":
-        return checkpoint
-    file = folder / f"{checkpoint.resolve().name}-{form}.gguf"
-    if not file.exists():
-        write_gguf(checkpoint, file, form)
-    return file
-
-
-def eagle3_file(config: SpeedOptions, folder: Path) -> Path:
-    """Return our head as a GGUF file, one of a directory in q8_0. Writes: that file.
-
-    Raises: ValueError where there is no head.
-    """
-    target = Path(config.checkpoint)
-    head = Path(config.head) if config.head else bundled_head(target)
-    if is_gguf(head):
-        return head
-    if not head.is_dir():
-        raise ValueError(f"llama.cpp:...:{EAGLE3} needs a head; name it with --head")
-    file = folder / f"{head.resolve().name}-q8_0.gguf"
-    if not file.exists():
-        export_head.write_gguf(export_head.read(head, target), file, "q8_0")
-    return file
 
 
 # ------------------------------------------------------------------------------------ transformers
@@ -318,54 +301,38 @@ def gpt_fast_modules(folder: str) -> list[ModuleType]:
                 sys.modules[name] = module
 
 
-def random_values(name: str, like: Tensor, device: str) -> Tensor:
-    """Make values for a tensor of gpt-fast's: scales are small, norms 1, words any."""
-    if not like.dtype.is_floating_point:
-        bits = torch.iinfo(like.dtype)
-        return torch.empty(like.shape, dtype=like.dtype, device=device).random_(0, bits.max)
-    values = torch.empty(like.shape, dtype=torch.bfloat16, device=device)
-    if name == "weight" and like.dim() == 1:
-        return values.fill_(1)
-    values.normal_(0, 0.02)
-    return values.abs_().mul_(0.1) if "scale" in name else values
-
-
-def gpt_fast_model(model: ModuleType, quantize: ModuleType, form: str, device: str) -> nn.Module:
-    """Make its transformer with random weights. form: bf16, int8, int4 or int4-GROUP"""
+def gpt_fast_model(model: ModuleType, quantize: ModuleType, device: str) -> nn.Module:
+    """Make its transformer in int4 with random weights: the time does not depend on them."""
     raw = raw_config(SHAPE)
     sizes = {ours: raw[theirs] for ours, theirs in GPT_FAST_SIZES.items()}
     with torch.device("meta"):
         made = model.Transformer(model.ModelArgs(**sizes))
-        bits, _, group = form.partition("-")
-        if bits == "int8":
-            made = quantize.WeightOnlyInt8QuantHandler(made).convert_for_runtime()
-        if bits == "int4":
-            handler = quantize.WeightOnlyInt4QuantHandler(made, int(group or GROUP))
-            made = handler.convert_for_runtime()
-    for module in made.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            values = random_values(name, weight, device)
-            setattr(module, name, nn.Parameter(values, requires_grad=False))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, random_values(name, buffer, device))
+        made = quantize.WeightOnlyInt4QuantHandler(made, GROUP).convert_for_runtime()
+    made = made.to(torch.bfloat16).to_empty(device=device)
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.normal_(0, 0.02)
+        else:
+            tensor.random_(0, torch.iinfo(tensor.dtype).max)
     return made.eval()
 
 
-def run_gpt_fast(form: str, config: SpeedOptions) -> DecodeGroup:
+def run_gpt_fast(config: SpeedOptions) -> DecodeGroup:
     """Return its compiled step, sampling as its own benchmark does.
 
     The time of decoding is that of all new tokens less that of SHORT. inductor tunes its kernels by
     trying their variants: the first run takes minutes.
     """
     model, quantize, generate = gpt_fast_modules(str(GPT_FAST_FOLDER))
-    made = gpt_fast_model(model, quantize, form, config.device)
+    made = gpt_fast_model(model, quantize, config.device)
     if config.device != "cpu":
         step = generate.decode_one_token
         options = {"mode": "reduce-overhead", "fullgraph": True}
         generate.decode_one_token = torch.compile(step, **options)
     vocabulary = raw_config(SHAPE)["vocab_size"]
     options = {"interactive": False, "draft_model": None, "speculate_k": 0}
-    options |= {"temperature": 0.8, "top_k": min(200, vocabulary)}
+    options |= {"temperature": 0.8, "top_k": 200}
+
     room = 0  # of its caches, in tokens
 
     def seconds(prompt: Tensor, new: int) -> float:
@@ -375,12 +342,12 @@ def run_gpt_fast(form: str, config: SpeedOptions) -> DecodeGroup:
             room = -(-needed // ROOM) * ROOM
             with torch.no_grad(), torch.device(config.device):
                 made.setup_caches(max_batch_size=1, max_seq_length=room)
-        wait_for(config.device)
-        began = time.perf_counter()
-        out, _ = generate.generate(made, prompt, new, 1, **options)
-        wait_for(config.device)
-        assert out.shape[1] == len(prompt) + new, out.shape
-        return time.perf_counter() - began
+
+        def run() -> None:
+            out, _ = generate.generate(made, prompt, new, 1, **options)
+            assert out.shape[1] == len(prompt) + new, out.shape
+
+        return seconds_of(run, config.device)
 
     def run(prompts: list[list[int]]) -> Outcome:
         (ids,) = prompts
@@ -391,9 +358,3 @@ def run_gpt_fast(form: str, config: SpeedOptions) -> DecodeGroup:
         return Outcome([[]], tokens, first_s, decode_s, tokens, [[0] * tokens])
 
     return run
-
-
-def wait_for(device: str) -> None:
-    """Wait until a device has done its work."""
-    if device != "cpu":
-        torch.cuda.synchronize()

@@ -1,7 +1,6 @@
 """Time passes of a whole model over some rows, on units of AMX tiles or caches, beside llama.cpp.
 
-1. The model is loaded as generate.py loads it, and its cache holds `--cached` tokens. A name of
-   random_file.py instead of a checkpoint is a random model of that shape.
+1. The model is loaded as generate.py loads it, and its cache holds `--cached` tokens.
 2. A pass reads the rows behind them and computes the logits of every one; where there are more
    than 64, as of a prompt, those of the last one only. States replay a token, as in each cycle.
 3. All run in turn. A measurement is some passes in a row, as in a text. Tables show median and
@@ -14,7 +13,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +24,10 @@ from run.load import load
 from run.options import GenerateConfig
 from run.stats import peak_memory_bytes
 from runtime import replace_fields
-from scripts.bench import random_file
 from scripts.bench.cases import PassesOptions
-from scripts.bench.common import Report, times_by_rows
-from scripts.bench.contestants import gguf_of
-from scripts.bench.linear import check_units
-from scripts.bench.llama_peer import LlamaCpp
+from scripts.bench.common import Report, seconds_of, times_by_rows
+from scripts.bench.llama_peer import LlamaCpp, gguf_of
+from scripts.bench.operators import check_units
 
 MOST_LOGITS = 64  # rows whose logits are all computed
 REST_S = 0.02  # before a measurement, in which the threads of the one before go to sleep
@@ -54,14 +50,16 @@ def seconds_of_pass(target: Transformer, cache: KVCache, cached: int, rows: int)
     if rows > MOST_LOGITS:
         window = replace_fields(window, kept=torch.tensor([rows - 1]))
     tokens = torch.arange(rows)[None] % 1000  # [1, rows]
-    began = time.perf_counter()
-    hidden = target(tokens, window.slots, cache, window)  # [1, rows, F]
-    target.logits(hidden if rows <= MOST_LOGITS else hidden[:, -1:])
-    return time.perf_counter() - began
+
+    def run() -> None:
+        hidden = target(tokens, window.slots, cache, window)  # [1, rows, F]
+        target.logits(hidden if rows <= MOST_LOGITS else hidden[:, -1:])
+
+    return seconds_of(run, "cpu")
 
 
 class PeerPasses:
-    """Passes of llama.cpp behind some cached tokens."""
+    """Passes of llama.cpp behind some cached tokens, or some more: its states cannot be cut."""
 
     def __init__(self, file: Path, cached: int, most: int):
         """Load it. most: rows of a pass"""
@@ -73,16 +71,13 @@ class PeerPasses:
     def seconds(self, rows: int) -> float:
         """Time a pass. Writes: the cache of llama.cpp."""
         if self.length + rows > self.context:
-            self.peer.api.llama_memory_clear(
-                self.peer.api.llama_get_memory(self.peer.context), True
-            )
             self.peer.feed(list(range(self.cached)), 0)
             self.length = self.cached
-        began = time.perf_counter()
         tokens = [i % 1000 for i in range(rows)]
-        self.peer.feed(tokens, self.length, every=rows <= MOST_LOGITS)
+        start = self.length
         self.length += rows
-        return time.perf_counter() - began
+        every = rows <= MOST_LOGITS
+        return seconds_of(lambda: self.peer.feed(tokens, start, every), "cpu")
 
 
 def timed(seconds: Callable[[int], float], rows: int, unit: str) -> float:
@@ -94,43 +89,29 @@ def timed(seconds: Callable[[int], float], rows: int, unit: str) -> float:
     return sum(seconds(rows) for _ in range(count)) / count
 
 
-def run(config: PassesOptions) -> None:
-    """Measure and print everything."""
-    with tempfile.TemporaryDirectory() as folder:
-        if config.checkpoint in random_file.SHAPES:
-            file = Path(folder) / f"{config.checkpoint}.gguf"
-            random_file.write(random_file.SHAPES[config.checkpoint], file)
-            config = replace(config, checkpoint=str(file))
-        measure(config, Path(folder))
-
-
 @torch.inference_mode()
-def measure(config: PassesOptions, folder: Path) -> None:
-    """Measure and print the passes of a checkpoint. Writes: a GGUF file of it to `folder`."""
+def run(config: PassesOptions) -> None:
+    """Measure and print the passes of a checkpoint."""
     model = {"checkpoint": config.checkpoint, "dtype": config.dtype, "quant": config.quant}
-    ids = {"prompt_ids": "5"}  # a random file has no vocabulary
-    engine = load(
-        GenerateConfig(**model, **ids, draft="none", device="cpu", threads=config.threads)
-    )
+    engine = load(GenerateConfig(**model, draft="none", device="cpu", threads=config.threads))
     check_units(config.units)
     report = Report(config.json, **model)
-    target = engine.target
     rows = [int(number) for number in config.rows.split(",")]
     dtypes = {"16 bits": torch.bfloat16} | ({config.kv: torch.int8} if config.kv else {})
     runs = {}
     for kv, dtype in dtypes.items():
-        cache = filled_cache(target, dtype, config.cached, max(rows))
-        seconds = partial(seconds_of_pass, target, cache, config.cached)
+        cache = filled_cache(engine.target, dtype, config.cached, max(rows))
+        seconds = partial(seconds_of_pass, engine.target, cache, config.cached)
         for unit in config.units.split(","):
             name = f"cache in {kv}, tiles {unit}"
             runs |= {(name, n): partial(timed, seconds, n, unit) for n in rows}
     memory = peak_memory_bytes("cpu")
-    if config.llama_cpp:
-        file = gguf_of(Path(config.checkpoint), config.llama_cpp, folder)
-        peer = PeerPasses(file, config.cached, max(rows))
-        runs |= {("llama.cpp", n): partial(timed, peer.seconds, n, "") for n in rows}
-    first = next(iter(runs))[0]
-    beside = {name: first for name, _ in runs}
-    times_by_rows(report, Path(config.checkpoint).name, runs, config.rounds, beside, {})
+    with tempfile.TemporaryDirectory() as folder:
+        if config.llama_cpp:
+            file = gguf_of(Path(config.checkpoint), config.llama_cpp, Path(folder))
+            peer = PeerPasses(file, config.cached, max(rows))
+            runs |= {("llama.cpp", n): partial(timed, peer.seconds, n, "") for n in rows}
+        beside = dict.fromkeys((name for name, _ in runs), next(iter(runs))[0])
+        times_by_rows(report, Path(config.checkpoint).name, runs, config.rounds, beside, {})
     both = f", with llama.cpp {peak_memory_bytes('cpu') / 1e9:.2f} GB" if config.llama_cpp else ""
     print(f"\npeak memory before the passes: {memory / 1e9:.2f} GB{both}")

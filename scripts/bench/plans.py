@@ -4,7 +4,7 @@ Each matmul of a layer, with the work behind it in the same launch (backends/tri
 the splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
 whose result has other bits than the estimated one's is refused. Each plan takes about half a second
 to compile, and is timed alone: medians in captured graphs over 200 MB of different weights, as in
-kernels.py. The table is written to --out behind every matmul, under the name that plans.py reads.
+operators.py. The table is written to --out behind every matmul, under the name that plans.py reads.
 Copied to backends/triton/measured/ it holds for all later runs on such a GPU.
 """
 
@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from backends.epilogues import PART, LazyMatmul
 from backends.triton.attention import COUNTERS
 from backends.triton.epilogues import Gpu, add_product, rotary_product
 from backends.triton.launch import Device, device_of
-from backends.triton.layout import COLUMNS
 from backends.triton.plans import (
     FOLDER,
     HEIGHTS,
@@ -39,33 +38,20 @@ from backends.triton.qmatmul import ProductPlan, plan_product, run_product
 from files.io import write_text
 from runtime import tensors_of
 from scripts.bench.cases import PlansOptions
-from scripts.bench.kernels import (
-    LAYERS,
-    copies_of,
-    failure,
-    graph_times_s,
-    random_packed,
-    require_cuda,
-)
+from scripts.bench.operators import Rotated, bytes_of, copies_of, require_cuda, weight_of
 
+LAYERS = {  # of a 7B: outputs and inputs
+    "wqkv": (12288, 4096),
+    "wo": (4096, 4096),
+    "w13": (22016, 4096),
+    "w2": (4096, 11008),
+    "head": (32000, 4096),
+}
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
-FORMATS = {"bf16": (16, 0), "int4": (4, 128)}  # bits and group
+FORMATS = {"bf16": (16, 0), "int4-128": (4, 128)}  # bits and group
+REPLAYS = 20  # timed ones of a graph
 ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
 TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
-
-
-def shared_bytes(tokens: int, tile: Tile, bits: int, device: Device) -> int:
-    """Return the shared memory of a block for 16-bit x: stages of words and of x, as in Triton."""
-    words = tile.rows * COLUMNS * 2
-    x = 16 // bits * COLUMNS * tokens * 2
-    in_use = 0
-    # Hopper's tensor cores read x, and words that need no unpacking, from here; older ones read
-    # registers
-    if device.capability >= 90:
-        in_use += x
-        if bits == 16:
-            in_use += words
-    return (tile.stages - 1) * (words + x) + in_use
 
 
 class LayerShape(NamedTuple):
@@ -92,14 +78,10 @@ class LayerShape(NamedTuple):
         return plan_product(*sizes, torch.bfloat16, device._replace(name=""), self.epilogue)
 
     def tiles(self, height: int, device: Device) -> list[Tile]:
-        """List the tiles that fit, the estimated one first."""
+        """List the tiles, the estimated one first. Some may not fit the device: they fail."""
         estimate = self.estimate(height, device)
-        tiles = [Tile(estimate.rows, estimate.stages)]
-        for tile in TILES:
-            needed = shared_bytes(height, tile, FORMATS[self.form][0], device)
-            if needed <= device.shared_bytes and tile not in tiles:
-                tiles.append(tile)
-        return tiles
+        first = Tile(estimate.rows, estimate.stages)
+        return [first, *(tile for tile in TILES if tile != first)]
 
     def splits(self, device: Device) -> list[int]:
         """List the numbers of splits, the estimated one first."""
@@ -152,10 +134,10 @@ class Timer:
         # launches that are timed follow each other, as in one stream
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
         self.gpu = Gpu(device, self.done)
-        first = random_weights(shape, torch_device)
-        size = sum(part.nbytes for part in first if part is not None)
-        further = range(1, copies_of(size))
-        self.weights = [first, *(random_weights(shape, torch_device) for _ in further)]
+        make = partial(weight_of, shape.form, shape.N, shape.K, torch_device)
+        first = make()
+        further = range(1, copies_of(bytes_of(first)))
+        self.weights = [parts_of(weight) for weight in (first, *(make() for _ in further))]
         self.inputs: dict[int, Tensor] = {}  # by rows
         self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
@@ -164,14 +146,16 @@ class Timer:
         try:
             return self._time(plan, rows)
         except Exception as error:  # a plan that does not compile or launch is a result
-            print(f"{self.shape.key}, {rows} rows, {plan}: {failure(error)['error']}", flush=True)
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            print(f"{self.shape.key}, {rows} rows, {plan}: {reason}", flush=True)
             torch.cuda.synchronize()  # raises where the device is lost
             return float("inf")
 
     def _time(self, plan: ProductPlan, rows: int) -> float:
         call = self._call(plan, rows)
         calls = [partial(call, *weights) for weights in self.weights]
-        us = statistics.median(graph_times_s(calls)) * 1e6
+        rotated = Rotated(calls, self.torch_device)
+        us = statistics.median(rotated.seconds() for _ in range(REPLAYS)) * 1e6
         result = tensors_of(calls[0]())
         first = self.results.setdefault((rows, plan.splits), result)
         if not all(map(torch.equal, first, result)):
@@ -205,12 +189,11 @@ class Timer:
         return lambda weight, scale: run_product(x, weight, scale, *given)
 
 
-def random_weights(shape: LayerShape, torch_device: str) -> tuple[Tensor, Tensor | None]:
-    """Make weights, as `run_product` takes them."""
-    if shape.form == "bf16":
-        weight = torch.randn(shape.N, shape.K, dtype=torch.bfloat16, device=torch_device)
+def parts_of(weight: Any) -> tuple[Tensor, Tensor | None]:
+    """Return words and scales, as `run_product` takes them."""
+    if isinstance(weight, Tensor):
         return weight, None
-    return random_packed(shape.form, shape.N, shape.K, FORMATS[shape.form][1])
+    return weight.data, weight.scale
 
 
 # ------------------------------------------------------------------------------------- the command

@@ -38,16 +38,8 @@ from run.methods import head_kinds
 from run.options import GenerateConfig, pick_device
 from run.stats import peak_memory_bytes
 from scripts.bench.cases import SpeedOptions, is_peer
-from scripts.bench.common import (
-    Log,
-    Series,
-    draft_options,
-    environment,
-    pass_bytes,
-    read_bandwidth,
-    with_config,
-)
-from scripts.bench.contestants import Contestant, Outcome, Peers, Run, ours
+from scripts.bench.common import Log, Series, environment, pass_bytes, read_bandwidth
+from scripts.bench.contestants import Contestant, Outcome, Peers, Run, ours, with_config
 from scripts.bench.methods import Setting, command, method_config, methods_of
 from scripts.bench.table import write_report
 from scripts.bench.tasks import conversations
@@ -62,10 +54,9 @@ def read_tasks(config: SpeedOptions) -> dict[str, list[list[str]]]:
     tasks = {}
     for task, rows in conversations(config.tasks).items():
         form = FORMS.get(task, "{}") if config.chat is None else "{}"
+        most = 1 if config.peers else None  # turns; other runtimes decode the first ones
         kept = rows[: config.limit or None]
-        tasks[task] = [[form.format(turn) for turn in turns] for turns in kept]
-        if config.peers:  # they decode first turns
-            tasks[task] = [turns[:1] for turns in tasks[task]]
+        tasks[task] = [[form.format(turn) for turn in turns[:most]] for turns in kept]
     return tasks
 
 
@@ -152,41 +143,32 @@ def summary(
 ) -> dict[str, Any]:
     """Return the measured part of a line of the log. ceiling: bytes per second"""
     mine = [outcomes[name] for outcomes in rounds]
+    engine = contestant.engine
     lengths = [row for one in mine for row in one.accept_lengths]
     same = [x for one in mine for x in one.identical]
-    row = speed(name, rounds) | {
+    row = speed(name, rounds) | acceptance(lengths, engine.drafter.depth if engine else 0)
+    row |= {
         "n_alpha": None,
         "identical": sum(same) / len(same) if same else None,
         "repeated": statistics.mean(x for one in mine for x in one.repeated),
         "verify_of_ceiling": None,
         "compiled": False,
         "compile_s": 0.0,
-        "peak_memory_bytes": peak_memory_bytes("cpu"),
+        "peak_memory_bytes": peak_memory_bytes(engine.device.type if engine else "cpu"),
     }
-    engine = contestant.engine
     if engine is None:
-        return row | acceptance(lengths, 0)
-    row |= acceptance(lengths, engine.drafter.depth)
+        return row
     if engine.option("draft") in (*head_kinds(), "model") and engine.drafter.width == 1:
         row["n_alpha"] = row["by_depth"]  # on chains
     if row["verify_ms"]:
-        pass_s = row["verify_ms"] / 1e3
-        row["verify_of_ceiling"] = pass_bytes(engine.target, 0) / pass_s / ceiling
+        row["verify_of_ceiling"] = pass_bytes(engine.target) / (row["verify_ms"] / 1e3) / ceiling
     return row | {
-        "draft": draft_options(engine),
+        "resolved": engine.resolved,
         "nodes": engine.drafter.size,
         "compiled": bool(engine.option("compile")),
         "compile_s": engine.compile_s,
         "load_s": engine.load_s,
-        "peak_memory_bytes": peak_memory_bytes(engine.device.type),
-        "failed_captures": failed_captures(engine),
     }
-
-
-def failed_captures(engine: Engine) -> int:
-    """Count the steps of finished sessions whose capture as a graph failed."""
-    replays = [step for buffers in engine.free for step in buffers.replays.values()]
-    return sum(step.capture_failed for step in replays)
 
 
 # --------------------------------------------------------------------------------------- the matrix
@@ -273,7 +255,7 @@ class Bench:
         ceiling = read_bandwidth(config.device, CEILING_RUNS)
         self.ceiling = ceiling.median
         print(", ".join(f"{key} {value}" for key, value in machine.items()))
-        print(f"read bandwidth {ceiling.text(1e-9, 1)} GB/s: the ceiling", flush=True)
+        print(f"read bandwidth {ceiling.text(1, 1e-9)} GB/s: the ceiling", flush=True)
         facts = {"config": config.fixed, "environment": machine, "ceiling_bytes_per_s": ceiling}
         target = None
         loaded = None  # quantization of the target
@@ -359,8 +341,7 @@ def measure(config: SpeedOptions, over: Callable[[int], bool] = lambda task: Fal
 
 def with_names_fetched(config: SpeedOptions) -> SpeedOptions:
     """Return options that name files where they name models, and the published head of one."""
-    given = GenerateConfig(checkpoint=config.checkpoint, head=config.head)
-    named = with_files(given)
+    named = with_files(GenerateConfig(checkpoint=config.checkpoint, head=config.head))
     return replace(config, checkpoint=named.checkpoint, head=named.head)
 
 

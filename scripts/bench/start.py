@@ -4,9 +4,8 @@
    the first text. An answer is cut at a short and a long length.
 2. Rounds run the contestants in turn. A first start fills generate.py's caches. `--cold` empties
    them before it and prints it: the CPU operators (`XDG_CACHE_HOME`) and torch's compiled code.
-3. llama.cpp is its Python binding, in a Python that has it (`pip install llama-cpp-python`), on the
-   same file. It renders the chat by the file's own template, decodes greedily, and prints like
-   generate.py: a text, then tokens and seconds.
+3. llama.cpp is its Python binding on the same file. It renders the chat by the file's own template,
+   decodes greedily, and prints like generate.py: a text, then tokens and seconds.
 4. A start that fails, or whose text differs from its contestant's first one, is an error. Texts of
    two contestants may part, as their roundings differ; the table shows where.
 
@@ -25,13 +24,13 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
-from run.options import DEFAULT, ROOT
+from options import require
+from run.options import ROOT
 from run.session import common_prefix
 from scripts.bench.cases import StartOptions
 from scripts.bench.common import Report, Series, in_turn, pivot
 
 PROMPT = "Write a long story about a lighthouse keeper."
-LENGTHS = (50, 500)  # tokens, at which the answer is cut
 # fields of a start, their titles and digits
 COLUMNS = (("first_s", "first text s", 2), ("end_s", "end s", 2), ("tokens_per_s", "tokens/s", 1))
 SPEED = re.compile(r"(\d+) tokens, ([\d.]+) tokens/s")  # in the line that ends a run
@@ -47,15 +46,12 @@ options = {"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": int(most)}
 first = None
 for part in model.create_chat_completion(messages, stream=True, **options):
     text = part["choices"][0]["delta"].get("content", "")
-    if text:
-        count = model.n_tokens
-        if first is None:
-            first = time.perf_counter()
-            began = count
-        print(text, end="", flush=True)
-seconds = time.perf_counter() - first
-print()
-print(f"{count} tokens, {(count - began) / seconds:.1f} tokens/s", file=sys.stderr)
+    if text and first is None:
+        first = time.perf_counter()
+        began = model.n_tokens
+    print(text, end="", flush=True)
+rate = (model.n_tokens - began) / (time.perf_counter() - first)
+print(f"\\n{model.n_tokens} tokens, {rate:.1f} tokens/s", file=sys.stderr)
 """
 
 
@@ -70,7 +66,7 @@ class Start(NamedTuple):
 
 
 def start(command: list[str], caches: str) -> Start:
-    """Run one process. Raises: ValueError when it fails."""
+    """Run one process. Raises: ValueError when it fails, or says no speed."""
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start finds the byte code of the first
     if caches:
@@ -81,60 +77,56 @@ def start(command: list[str], caches: str) -> Start:
     with tempfile.TemporaryFile() as errors:
         with subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors
-        ) as run:
-            while data := os.read(run.stdout.fileno(), 1 << 16):
+        ) as process:
+            while data := os.read(process.stdout.fileno(), 1 << 16):
                 first = first or time.perf_counter() - began
                 output += data
         end = time.perf_counter() - began
         errors.seek(0)
         notes = errors.read().decode(errors="replace").strip()
-    if run.returncode:
-        reason = notes[-200:]
-        raise ValueError(f"{shlex.join(command)[:80]} ended with {run.returncode}: {reason}")
-    tokens = 0
-    speed = 0.0
-    match = SPEED.search(notes)
-    if match:
-        tokens = int(match[1])
-        speed = float(match[2])
-    return Start(first or end, end, output.decode().rstrip("\n"), tokens, speed)
+    said = SPEED.search(notes)
+    fault = f"{shlex.join(command)[:80]} ended with {process.returncode}: {notes[-200:]}"
+    require(process.returncode == 0 and said is not None, fault)
+    return Start(first or end, end, output.decode().rstrip("\n"), int(said[1]), float(said[2]))
 
 
 def contestants(config: StartOptions) -> dict[str, list[str]]:
     """Return the commands by their names in the table."""
     commands = {}
-    for length in LENGTHS:
-        ours = [sys.executable, "generate.py", "--chat", "--prompt", PROMPT]
-        ours += ["--max_new_tokens", str(length)]
-        commands[f"{length}, gpt-eagle"] = ours
-        if config.llama_python:
-            llama = os.path.abspath(config.llama_python)
-            arguments = [DEFAULT, PROMPT, str(length), str(config.threads)]
-            commands[f"{length}, llama.cpp"] = [llama, "-c", LLAMA, *arguments]
+    for length in config.lengths.split(","):
+        ours = [
+            sys.executable,
+            "generate.py",
+            "--checkpoint",
+            config.checkpoint,
+            "--prompt",
+            PROMPT,
+        ]
+        commands[f"{length}, gpt-eagle"] = [*ours, "--max_new_tokens", length]
+        if config.llama_cpp:
+            arguments = [config.checkpoint, PROMPT, length, str(config.threads)]
+            commands[f"{length}, llama.cpp"] = [sys.executable, "-c", LLAMA, *arguments]
     return commands
 
 
-def checked(name: str, command: list[str], caches: str, texts: dict[str, str]) -> Start:
-    """Start a contestant. Writes: texts. Raises: ValueError for another text than the first one."""
-    made = start(command, caches)
-    if name not in texts and caches:
-        times = f"first text {made.first_s:.1f} s, end {made.end_s:.1f} s"
-        print(f"first start, {name}: {times}", flush=True)
-    if texts.setdefault(name, made.text) != made.text:
-        raise ValueError(f"{name}: a start gave another text than the first one")
-    return made
-
-
 def run(config: StartOptions) -> None:
-    """Measure and print."""
+    """Measure and print. Raises: ValueError for another text than a contestant's first one."""
     report = Report(config.json)
     texts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as empty:
         caches = empty if config.cold else ""
-        runs = {
-            name: partial(checked, name, command, caches, texts)
-            for name, command in contestants(config).items()
-        }
+
+        def checked(name: str, command: list[str]) -> Start:
+            made = start(command, caches)
+            if name not in texts and caches:
+                times = f"first text {made.first_s:.1f} s, end {made.end_s:.1f} s"
+                print(f"first start, {name}: {times}", flush=True)
+            fault = f"{name}: a start gave another text than the first one"
+            require(texts.setdefault(name, made.text) == made.text, fault)
+            return made
+
+        commands = contestants(config)
+        runs = {name: partial(checked, name, command) for name, command in commands.items()}
         starts = in_turn(runs, config.rounds, "starts")  # the first round fills caches
     cells = {}
     for name, made in starts.items():
@@ -142,7 +134,7 @@ def run(config: StartOptions) -> None:
         cells[name, "tokens"] = str(made[0].tokens)
         for column, title, digits in COLUMNS:
             row[column] = Series.of([getattr(one, column) for one in made])
-            cells[name, title] = row[column].text(1, digits)
+            cells[name, title] = row[column].text(digits)
         report.add(row)
         ours = texts[f"{name.partition(',')[0]}, gpt-eagle"]
         same = common_prefix(texts[name], ours)

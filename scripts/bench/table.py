@@ -3,7 +3,7 @@
 `tables`: one per temperature, batch size and quantization; a row per task and method, and the mean
 over tasks as in the papers; a line that explains each method's speedup. Spreads are quartiles over
 prompts, errors of tau standard errors over prompts.
-Not here: measuring; pictures (bars.py, race.py).
+Not here: measuring; pictures (pictures.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ trees=none,eagle:chain:tree_depth=5,eagle:dynamic:tree_depth=6:tree_topk=8:tree_
 {
     timeout 120 python3 -m pytest -m smoke -p no:cacheprovider tests/cuda/test_gpu.py
     for quant in int4 none int8; do timeout 150 "${speed[@]}" --quant $quant --methods $trees; done
-    timeout 90 python3 scripts/measure.py kernels --format attention --json "$out/kernels.jsonl"
+    timeout 90 python3 scripts/measure.py attention --json "$out/kernels.jsonl"
     timeout 240 "${speed[@]}" --methods none,transformers:7b,gpt-fast:int4
 } 2>&1 | tee -a "$out/log.txt"
 python3 scripts/measure.py bars "$out/speed.jsonl"

@@ -149,11 +149,13 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer,
     """All calls that would be timed, of every epilogue; and a plan that fails, which is noted."""
     ran = []
 
-    def run_all(calls):
-        ran.extend(call() for call in calls)
-        return [2e-6]
+    class Once(plans.Rotated):
+        def seconds(self, unit=""):
+            ran.extend(call() for call in self.calls)
+            return 2e-6
 
-    monkeypatch.setattr(plans, "graph_times_s", run_all)
+    monkeypatch.setattr(plans, "Rotated", Once)
+    monkeypatch.setattr(plans, "REPLAYS", 1)
     monkeypatch.setattr(plans, "copies_of", lambda *_: 2)
     monkeypatch.setattr(plans, "COUNTERS", 64)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -166,5 +168,5 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer,
     timer.results[1, 1][0].neg_()  # the interpreter has large numbers here
     assert timer(plan._replace(stages=4), 1) == float("inf")
     assert "its bits differ" in capsys.readouterr().out
-    monkeypatch.setattr(plans, "graph_times_s", lambda *_: 1 / 0)
+    monkeypatch.setattr(plans, "Rotated", lambda *_: 1 / 0)
     assert timer(plan, 2) == float("inf") and "ZeroDivision" in capsys.readouterr().out

@@ -38,7 +38,7 @@ from run import generate
 from run.generate import load
 from run.options import DEMO, GenerateConfig
 from scripts import build_datastore
-from scripts.bench.common import with_config
+from scripts.bench.contestants import with_config
 from scripts.build_datastore import BuildConfig
 
 VOCAB = 97

@@ -1,5 +1,5 @@
-"""GGUF files of draft heads: written and read back bit for bit, run in their blocks, computed by
-llama.cpp's library as here, and refused in one line where they are wrong.
+"""GGUF files of draft heads: written and read back bit for bit, run in their blocks, and refused in
+one line where they are wrong.
 
 The target is the bundled demo, 256 wide, so that every type's blocks divide the rows of a head.
 """
@@ -38,8 +38,7 @@ from run.options import DEMO, GenerateConfig
 from run.resolved import resolve_draft
 from scripts import export_head, train_head
 from scripts.bench.cases import SpeedOptions
-from scripts.bench.contestants import TokenClock, eagle3_file
-from scripts.bench.llama_peer import Eagle3, LlamaCpp, decode, write_gguf
+from scripts.bench.llama_peer import write_gguf
 from scripts.bench.methods import Setting, methods_of, methods_of_file, of_kind
 from tiny_models import refused
 from tiny_models import write as write_file
@@ -304,99 +303,6 @@ def test_tokens_in_any_order(files, tmp_path, monkeypatch):
         x = torch.randn(3, 256).to(target.norm.weight.dtype)
         with torch.inference_mode():
             assert torch.equal(made[0].lm_head(x), made[1].lm_head(x)), form
-
-
-# -------------------------------------------------------------------------------------- llama.cpp
-
-
-@pytest.fixture(scope="module")
-def llama_target(tmp_path_factory):
-    """The demo in llama.cpp, in F16."""
-    pytest.importorskip("llama_cpp")
-    file = tmp_path_factory.mktemp("target") / "demo.gguf"
-    write_gguf(TARGET, file, "f16")
-    peer = LlamaCpp(file, 96, 1, 24)
-    yield peer
-    peer.close()
-
-
-def check_scores(peer: LlamaCpp, drafter: Eagle3, head, target, text: list[int]) -> None:
-    """llama.cpp's scores of three drafted tokens are ours, of the same hidden states and text."""
-    peer.prefill(text[:-1])
-    count = len(text) - 1
-    features = torch.from_numpy(peer.features[:count].copy())[None]
-    features = torch.cat((features[..., : target.config.dim], features), -1)  # the first is skipped
-    ids = head.vocab.ids
-    kept = []
-    decode = drafter.decode
-
-    def noting(*args):
-        logits, hidden = decode(*args)
-        kept.append(torch.from_numpy(logits.copy()))
-        return logits, hidden
-
-    drafter.decode = noting
-    drafter.begin()
-    chain = drafter.draft(np.array(text, np.int32)).tolist()
-    drafter.decode = decode
-    cache = KVCache.empty(head.config.model, 1, count + 4, torch.float32, "cpu")
-    given = torch.tensor(text[1:])[None]
-    with torch.inference_mode():
-        out = head.project(features)
-        start = 0
-        for theirs, drafted in zip(kept, chain, strict=True):
-            window = causal_window(torch.tensor([start]), given.shape[1])
-            out = head(target.embedding(given), out, window.slots, cache, window)[:, -1:]
-            ours = head.lm_head(head.output_norm(out))[0, 0]
-            off = float((theirs[ids] - ours).square().mean().sqrt())
-            assert off < 0.01 * float(ours.std()), off
-            others = torch.ones(len(theirs), dtype=torch.bool).index_fill(0, ids, False)
-            assert theirs[others].isneginf().all()
-            start += given.shape[1]
-            given = torch.tensor([[drafted]])
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_llama_cpp_computes_the_same_function(files, llama_target, flags):
-    path = files(flags, "f16")
-    drafter = Eagle3(llama_target, path, 1)
-    assert llama_target.layers == [1, 4, 6]
-    target = load_model(TARGET, torch.float32)
-    head = wide_head(path, target)
-    text = torch.randint(3, 4096, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    check_scores(llama_target, drafter, head, target, text)
-    drafter.close()
-
-
-def test_llama_cpps_drafts_change_no_token(files, llama_target):
-    """A second prompt begins anew, and a prompt of several passes is read whole."""
-    drafter = Eagle3(llama_target, files(), 1)
-    for prompt in ([5, 17, 3, 40], list(range(100, 140))):
-        drafter.begin()
-        plain, drafted = (
-            decode(llama_target, prompt, 20, TokenClock(), draft) for draft in (None, drafter.draft)
-        )
-        assert plain == drafted
-    drafter.close()
-
-
-def test_a_peer_takes_the_head_of_ours(files, tmp_path):
-    """A directory is written as GGUF once; a head of version 1, or none, is refused."""
-    config = SpeedOptions(checkpoint=DEMO, head=str(files().parent / "plain"))
-    written = eagle3_file(config, tmp_path)
-    assert written.name == "plain-q8_0.gguf" and GgufHead(written).block_types == "Q8_0"
-    made = written.stat().st_mtime_ns
-    assert eagle3_file(config, tmp_path) == written and written.stat().st_mtime_ns == made
-    assert eagle3_file(replace(config, head=str(written)), tmp_path / "no") == written
-    with pytest.raises(ValueError, match="is a head of version 1 or 2"):  # the bundled one
-        eagle3_file(replace(config, head=""), tmp_path)
-    with pytest.raises(ValueError, match="needs a head; name it with --head"):
-        eagle3_file(replace(config, head=str(tmp_path / "no")), tmp_path)
-
-
-def test_another_file_is_no_head(llama_target, tmp_path):
-    with pytest.raises(ValueError, match="llama.cpp cannot load"):
-        LlamaCpp(tmp_path / "no.gguf", 32, 1, 8)
 
 
 # -------------------------------------------------------------------------------------- bad input

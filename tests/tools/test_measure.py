@@ -1,4 +1,4 @@
-"""measure.py on the bundled demo: logs, resuming, tables, peers, pictures, kernels, and mistakes."""
+"""measure.py on the bundled demo: logs, resuming, tables, peers, operators, pictures, and mistakes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,32 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from backends.attention import attention
 from drafts import random_model
 from files.rounding import quantize_directory
 from files.tokenizer import Tokenizer
 from files.weights import load_model
-from helpers import GOLDEN, golden_case, refused, slow
-from quantize import BLOCKS, Quantization
+from helpers import GOLDEN, golden_case, refused
+from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
 from scripts import measure as program
-from scripts.bench import bars, contestants, fidelity, kernels, linear, race, random_file
+from scripts.bench import contestants, fidelity, operators, pictures, start
 from scripts.bench import speed as bench
-from scripts.bench.cases import (
-    FORMATS,
-    KINDS,
-    LOOKUP,
-    SHAPES,
-    KernelsOptions,
-    SpeedOptions,
-)
+from scripts.bench.cases import FORMATS, KINDS, LOOKUP, SpeedOptions
 from scripts.bench.common import Log, Series, in_turn, pass_bytes, read_bandwidth
 from scripts.bench.contestants import Outcome, TokenClock
 from scripts.bench.llama_peer import LlamaCpp, decode, lookup, write_gguf
 from scripts.bench.methods import Setting, method_config, methods_of, of_kind
 from scripts.bench.table import explained
 from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
-from tiny_models import IDS, by_passes
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -53,7 +47,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture(autouse=True)
 def ceiling(monkeypatch):
     """A fixed bandwidth: measuring it takes seconds and a gigabyte."""
-    for module in (bench, linear):
+    for module in (bench, operators):
         monkeypatch.setattr(module, "read_bandwidth", lambda device, runs: Series.of([1e10]))
 
 
@@ -215,7 +209,7 @@ def test_a_pass_of_a_mixture_reads_the_experts_of_one_token():
     every = sum(x.nbytes for x in (*target.parameters(), *target.buffers()))
     experts = sum(each.w13.weight.nbytes + each.w2.weight.nbytes for each in target.layers)
     unread = experts / 2 + embedding[1:].nbytes
-    assert pass_bytes(target, 0) == pytest.approx(every - unread)
+    assert pass_bytes(target) == pytest.approx(every - unread)
 
 
 def test_a_speedup_is_explained_over_all_tasks():
@@ -399,7 +393,7 @@ def test_identical_is_said_of_each_runtime():
     """A peer's drafts are held against its own plain decoding, also where that is not ours."""
     texts = {
         "none": [7, 8], "ngram": [7, 8], "eagle:residual": [7, 5], "llama.cpp:file": [5, 8],
-        "llama.cpp:file:lookup2": [5, 8], "llama.cpp:file:eagle3": [7, 8], "gpt-fast:int4": [],
+        "llama.cpp:file:lookup2": [7, 8], "gpt-fast:int4": [],
     }  # fmt: skip
     due = {"none": "none", "ngram": "none", "eagle:residual": "", "gpt-fast:int4": ""}
 
@@ -410,7 +404,7 @@ def test_identical_is_said_of_each_runtime():
     done = bench.run_round({name: run(text) for name, text in texts.items()}, made, 3)
     assert {name: one.identical for name, one in done.items()} == {
         "none": (True,), "ngram": (True,), "eagle:residual": (), "llama.cpp:file": (True,),
-        "llama.cpp:file:lookup2": (True,), "llama.cpp:file:eagle3": (False,), "gpt-fast:int4": (),
+        "llama.cpp:file:lookup2": (False,), "gpt-fast:int4": (),
     }  # fmt: skip
 
 
@@ -513,9 +507,9 @@ def test_prompts_are_of_every_task_or_pieces_of_the_text(tmp_path):
     ("passes", f"--checkpoint {DEMO}", ("cache in 16 bits, tiles none", "cache in 16 bits, tiles emulation")),
 ])  # fmt: skip
 def test_times_by_rows_on_several_units_of_tiles(case, flags, names, tmp_path, monkeypatch, capsys):
-    if linear.build.load_operators():
+    if operators.build.load_operators():
         pytest.skip("needs a C++ compiler, and this machine has none")
-    monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
+    monkeypatch.setattr(operators, "ROTATED_BYTES", 500_000)
     unit, configured, _ = torch.ops.gpt_eagle.tiles()
     flags += (
         f" --units none,emulation --rows 1,16 --rounds 2 --threads 1 --json {tmp_path / 'rows'}"
@@ -536,34 +530,53 @@ def test_times_by_rows_on_several_units_of_tiles(case, flags, names, tmp_path, m
 
 
 def test_one_layer_is_timed_in_every_format(monkeypatch):
-    monkeypatch.setattr(linear, "ROTATED_BYTES", 500_000)
-    if linear.build.load_operators():
+    monkeypatch.setattr(operators, "ROTATED_BYTES", 500_000)
+    if operators.build.load_operators():
         pytest.skip("needs a C++ compiler, and this machine has none")
     x = torch.randn(2, 512, dtype=torch.bfloat16)
+    pages = operators.HugePages()
     for kind in KINDS:
-        contestant = linear.LayerCopies(kind, 64, 512)
-        assert contestant.apply(x, contestant.weights[0]).shape == (2, 64), kind
-        assert contestant.seconds(x, "") > 0
-        assert contestant.bytes * len(contestant.weights) >= linear.ROTATED_BYTES
+        weight = operators.weight_of(kind, 64, 512, "cpu")
+        size = operators.bytes_of(weight)
+        copies = [operators.copy_of(weight, pages) for _ in range(operators.copies_of(size))]
+        rotated = operators.Rotated(operators.layer_calls(kind, copies, x), "cpu")
+        results = [call() for call in rotated.calls]
+        assert all(torch.equal(each, results[0]) for each in results), kind
+        assert results[0].shape == (2, 64) and rotated.seconds() > 0
+        assert size * len(copies) >= operators.ROTATED_BYTES
 
 
-RANDOM = {
-    "qwen35": (4, 256, 2, 1, 256, 96),
-    "lfm2": (3, (1,), 256, 4, 2, 256),
-    "gemma4": (4, 2, (1, 3), 96),
-    "gpt_oss": (2, 96),
-}
+def test_attention_agrees_with_its_peer(monkeypatch):
+    """With the CPU's operators in the place of ours."""
+    small = {"HEADS": {"8b": (4, 1)}, "CAPACITY": 40, "CACHE_LAYERS": 2}
+    path_table = torch.ops.gpt_eagle.path_table
+    small["choose"] = lambda device: SimpleNamespace(attention=attention, path_table=path_table)
+    for name, value in small.items():
+        monkeypatch.setattr(operators, name, value)
+    for T in (1, 7, 20):
+        calls = operators.attention_calls("8b", 20, T, "cpu")
+        ours, peer = ([call() for call in each] for each in calls.values())
+        assert len(ours) == 2
+        torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("family", ["qwen35", "lfm2", *slow(["gemma4", "gpt_oss"])])
-def test_random_files_are_models_of_their_families(tmp_path, family):
-    """The slow ones have the widths of published models; a shape gives their layers alone."""
-    path = tmp_path / "m.gguf"
-    random_file.write(getattr(random_file, family)(*RANDOM[family]), path)
-    assert (*random_file.SHAPES,) == SHAPES
-    model = load_model(path, quant=Quantization(BLOCKS, saved=True))
-    logits = by_passes(model, IDS, 29)
-    assert logits.isfinite().all() and logits.std() > 0.1
+def test_a_start_is_timed_and_another_text_is_an_error(tmp_path, monkeypatch, capsys):
+    flags = f"--checkpoint {DEMO} --lengths 4,6 --rounds 1 --json {tmp_path / 'starts'}".split()
+    command(monkeypatch, "start", *flags)
+    rows = rows_of(tmp_path / "starts")
+    assert [(row["name"], row["tokens"]) for row in rows] == [
+        ("4, gpt-eagle", 4),
+        ("6, gpt-eagle", 6),
+    ]
+    for row in rows:
+        assert 0 < row["first_s"][0] <= row["end_s"][0] and row["tokens_per_s"][0] > 0
+    printed = capsys.readouterr().out
+    assert "| 6, gpt-eagle | 6 | " in printed and printed.count("| whole |") == 2
+    made = iter("abcd")
+    one = start.Start(1.0, 2.0, "", 4, 9.0)
+    monkeypatch.setattr(start, "start", lambda *_: one._replace(text=next(made)))
+    said = refused(capsys, command, monkeypatch, "start", *flags, prints=True)
+    assert "gpt-eagle: a start gave another text than the first one" in said
 
 
 # ------------------------------------------------------------------------------------------- pictures
@@ -596,12 +609,20 @@ def test_the_pictures_and_the_table_of_the_readme_are_those_of_the_data():
     results = ROOT / "benchmarks" / "results"
     readme = (ROOT / "README.md").read_text()
     for name in ("gpu", "heads"):
-        rows = bars.read_rows(results / f"{name}.json")
-        assert (results / f"{name}.svg").read_text() == bars.picture(rows) + "\n"
+        rows = pictures.read_rows(results / f"{name}.json")
+        assert (results / f"{name}.svg").read_text() == pictures.bars_picture(rows) + "\n"
         assert f"benchmarks/results/{name}.svg" in readme
-    assert bars.table(bars.read_rows(results / "speed.json")) in readme
-    recorded = race.read_race(results / "race.json")
-    assert (ROOT / "docs/race.svg").read_text() == race.picture(recorded) + "\n"
+    for name, page in (
+        ("speed", "README.md"),
+        ("gpu", "README.md"),
+        ("heads", "benchmarks/RESULTS.md"),
+    ):
+        assert (
+            pictures.table(pictures.read_rows(results / f"{name}.json"))
+            in (ROOT / page).read_text()
+        )
+    recorded = json.loads((results / "race.json").read_text())
+    assert (ROOT / "docs/race.svg").read_text() == pictures.race_picture(recorded) + "\n"
 
 
 WORDS = "Words that fill more than one line, " * 4
@@ -619,96 +640,32 @@ RACE = {
 
 
 def test_parts_hold_the_whole_text_in_lines_that_fit():
-    side = race.Side(**RACE["sides"][1])
-    found = [*race.chunks(side)]
-    assert "".join(text for *_, text in found) == side.text.replace("\n", " ")
+    side = pictures.Side(**RACE["sides"][1])
+    found = [*pictures.placed(side)]
+    assert "".join(text for *_, text in found) == side.text.replace("\n", "")
     widest = max(column + len(text.rstrip()) for _, _, column, text in found)
-    assert widest == race.COLUMNS
-    assert [part[:3] for part in found[:2]] == [(0.1, 0, 0), (0.4, 1, 0)]
+    assert widest == pictures.COLUMNS
+    assert found[:3] == [(0.1, 0, 0, "def "), (0.1, 0, 4, "f(x):"), (0.4, 1, 0, "    ")]
     starts = [(line, column) for _, line, column, _ in found]
     assert starts == sorted(set(starts))
 
 
 def test_a_piece_is_hidden_until_its_time_and_each_clock_ends_with_its_rate():
-    texts = [*ElementTree.fromstring(race.picture(RACE)).iter(f"{SVG}text")]
+    texts = [*ElementTree.fromstring(pictures.race_picture(RACE)).iter(f"{SVG}text")]
     ends = {
         text.text: [s.get("end") for s in text.iter(f"{SVG}set") if s.get("to") == "hidden"]
         for text in texts
     }
-    assert ends["def f(x): "] == ["loop.begin+0.400s"]  # of the faster side, played 4 times slower
+    assert ends["f(x):"] == ["loop.begin+0.400s"]  # of the faster side, played 4 times slower
     assert ends["1.80 s, 50 tokens/s"] == ["loop.begin+7.200s"]
     assert ends["0.90 s, 100 tokens/s"] == ["loop.begin+3.600s"]
     assert "> Is 1 < 2?" in ends
     shown = [text for text in texts if text.get("visibility") != "hidden"]
-    assert sum(text.text == "def f(x): " for text in shown) == 2  # without an animation, too
+    assert sum(text.text == "f(x):" for text in shown) == 2  # without an animation, too
     assert texts[-1].text.startswith("played 4 times slower; one text; a.gguf; a processor")
 
 
-# -------------------------------------------------------------------------------------------- kernels
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Tensors that the case would make on the GPU, and a clock that says one microsecond."""
-    for name in ("rand", "randn", "randint", "tensor", "ones"):
-        original = getattr(torch, name)
-        made = lambda *a, original=original, **k: original(*a, **k | {"device": "cpu"})  # noqa: E731
-        monkeypatch.setattr(torch, name, made)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def one_microsecond(calls):
-        results = [call() for call in calls]
-        assert len(results) == 2 and results[0] is not results[1]
-        return [1e-6] * 20
-
-    monkeypatch.setattr(kernels, "graph_times_s", one_microsecond)
-    monkeypatch.setattr(kernels, "ROTATE_BYTES", 0)
-
-
-def test_attention_agrees_with_its_peer(on_cpu, monkeypatch):
-    """With the CPU's operators in the place of ours."""
-    for name, value in {"HEADS": {"8b": (4, 1)}, "CAPACITY": 40, "CACHE_LAYERS": 2}.items():
-        monkeypatch.setattr(kernels, name, value)
-    config = KernelsOptions(format="attention", rows="1,7", lengths="20")
-    for _, M, make in kernels.contests(config):
-        contest = make()
-        ours, peer = ([call() for call in calls] for calls in contest.methods.values())
-        torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
-        assert contest.read_bytes == 4 * 128 * (20 + M)
-    rows = [*kernels.measure(config, 1e12)]
-    assert all(row["correct"] for row in rows) and len(rows) == 2 * 2
-
-
-def row_by_row(reference):
-    """A matmul on the CPU in which no row depends on another."""
-    return lambda x, *weights: torch.cat([reference(row.float(), *weights) for row in x.split(1)])
-
-
-@pytest.mark.parametrize("form,bytes_each", [
-    ("bf16", 2 * 64 * 512), ("int8", 64 * 512 + 4 * 64), ("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128),
-])  # fmt: skip
-def test_matmuls_report_their_bytes_and_rows_that_depend_on_others(
-    on_cpu, monkeypatch, form, bytes_each
-):
-    """With references in the place of our operators."""
-    pairs = {f: (row_by_row(r), r) for f, (_, r) in kernels.PRODUCTS.items()}
-    rounded = row_by_row(lambda x, w: (x @ w.float().T).bfloat16())
-    reference = pairs["bf16"][1]
-    monkeypatch.setattr(kernels, "PRODUCTS", pairs | {"bf16": (rounded, reference)})
-    monkeypatch.setattr(kernels, "LAYERS", {"wo": (64, 512)})
-    config = KernelsOptions(format=form, rows="1,7")
-    rows = list(kernels.measure(config, 1e12))
-    methods = ["ours", "torch"] if form == "bf16" else ["ours"]
-    assert [(row["M"], row["method"]) for row in rows] == [(M, m) for M in (1, 7) for m in methods]
-    assert all(row["correct"] and row["read_bytes"] == bytes_each for row in rows)
-    printed = kernels.summary(rows)
-    assert f"| {form} wo, 7 rows | 1.0 us, " in printed and "wrong: none" in printed
-    if form == "bf16":
-        others = (lambda x, w: rounded(x, w) + len(x), reference)
-        monkeypatch.setitem(kernels.PRODUCTS, "bf16", others)
-        wrong = [row for row in kernels.measure(config, 1e12) if row["M"] == 7]
-        printed = kernels.summary(wrong)
-        assert "failed: bf16 wo 7: AssertionError: a row's bits depend" in printed
+# ------------------------------------------------------------------------------------------- the device
 
 
 def test_about_thirty_tests_are_smoke():
@@ -761,8 +718,9 @@ MISTAKES = [
     ("linear --shapes 64x576 --kinds Q4_1,Q4_K", "--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"),
     ("race", "name a picture with --out, or times with --json"),
     ("race --recorded EMPTY/short.txt --out EMPTY/race.svg", "name what --json wrote"),
+    ("start --lengths 5,x", "--lengths must be different whole numbers from 1 on, as 1,4; it is '5,x'"),
     ("race --checkpoint DEMO --out EMPTY/race.svg", "checkpoints/demo has no chat template; name another"),
-    ("kernels", "no CUDA device; run it on one that has"),
+    ("attention", "no CUDA device; run it on one that has"),
     ("plans --out nowhere", "--out nowhere is no directory; make it, or name another"),
     *((f"speed --tasks {text}", message) for text, message in [
         ('{"id": "x", "task": "a", "turns": ["t"]', "line 3 is not valid JSON"),
