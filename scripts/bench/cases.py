@@ -22,8 +22,7 @@ LOOKUP = "lookup2"  # of two tokens, the advice of llama-cpp-python for CPUs
 LLAMA_CPP = tuple(
     f"llama.cpp:{form}{draft}" for form in ("file", *FORMATS) for draft in ("", f":{LOOKUP}")
 )
-TRANSFORMERS = ("transformers", "transformers:lookup", "transformers:7b")
-PEERS = (*TRANSFORMERS, *LLAMA_CPP, "gpt-fast:int4")
+PEERS = ("transformers", "transformers:7b", *LLAMA_CPP, "gpt-fast:int4")
 GPT_FAST_FOLDER = ROOT / "brought/gpt-fast"
 GPT_FAST_FILES = ("model.py", "quantize.py", "generate.py")
 PACKAGES = {"transformers": ("transformers",), "llama.cpp": ("llama_cpp", "gguf"), "gpt-fast": ()}
@@ -109,7 +108,7 @@ class SpeedOptions(Timed):
     A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any
     option of generate.py: `eagle:dynamic:topk:tree_size=30`. `all` are those whose files are at
     hand; the fastest of them is recommended, with its command. Other runtimes: transformers,
-    transformers:lookup, llama.cpp:FORMAT on GGUF files of the same weights (`file` is the
+    llama.cpp:FORMAT on GGUF files of the same weights (`file` is the
     checkpoint itself), with :lookup2 behind it; and with random weights in the shape of LLaMA-2 7B
     transformers:7b and gpt-fast:int4, with the files of brought/gpt-fast.
     """
@@ -215,10 +214,7 @@ class PassesOptions(Timed):
     dtype: str = option("", "default: the checkpoint's", DTYPES)
     quant: str = option("none", "round the weights while loading", QUANTS)
     rows: str = option("1,2,4,8,16,32,64", "numbers of tokens, separated by commas", numbers=True)
-    units: str = option(
-        "none", "units of AMX tiles, as none,hardware; the first is compared with", among=UNITS
-    )
-    kv: str = option("", "time passes over a cache in this format, too", ("int8",))
+    kv: str = option("", "the format of the cache; default: the weights' dtype", ("int8",))
     cached: int = option(128, "tokens in the cache", least=1)
     llama_cpp: str = option("", f"time llama.cpp, too: file, or of {', '.join(FORMATS)}")
 

@@ -39,7 +39,6 @@ from scripts.bench.cases import GPT_FAST_FOLDER, LOOKUP, SpeedOptions
 from scripts.bench.common import repeated, seconds_of
 from scripts.bench.llama_peer import LlamaCpp, decode, gguf_of, lookup
 
-LOOKUP_TOKENS = 10  # drafted by prompt lookup of transformers
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp
 SHAPE = "llama2-7b"  # of random weights
 GPT_FAST_SIZES = {
@@ -193,8 +192,7 @@ class Peers:
             decode_group = run_transformers(random_transformers(self.config.device), self.config)
         else:
             self.model = self.model or load_transformers(self.config, self.target)
-            drafting = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if variant else {}
-            decode_group = run_transformers(self.model, self.config, **drafting)
+            decode_group = run_transformers(self.model, self.config)
             same_as = "transformers"
 
         def start(prompts: list[list[str]]) -> Run:
@@ -250,11 +248,10 @@ def random_transformers(device: str) -> Any:
     return model.eval()
 
 
-def run_transformers(model: Any, config: SpeedOptions, **options: Any) -> DecodeGroup:
+def run_transformers(model: Any, config: SpeedOptions) -> DecodeGroup:
     """Return a function that continues groups of prompts, greedily, with the default cache.
 
     Shorter prompts are padded on the left, and the padding is masked.
-    options: further ones of `generate`
     """
 
     @torch.inference_mode()
@@ -272,7 +269,6 @@ def run_transformers(model: Any, config: SpeedOptions, **options: Any) -> Decode
             do_sample=False,
             streamer=clock,
             pad_token_id=0,
-            **options,
         )
         return clock.outcome(out[:, width:].tolist(), skip=1)  # the first call brings the prompts
 

@@ -32,9 +32,10 @@ from files.tokenizer import Tokenizer
 from files.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
+from run.engine import Engine
 from run.generate import generate
 from run.load import load
-from run.options import ROOT, GenerateConfig
+from run.options import ROOT
 from scripts.bench.cases import FidelityOptions, shown_path
 from scripts.bench.common import Report, pivot
 from scripts.bench.llama_peer import LlamaCpp
@@ -43,6 +44,7 @@ TASKS = ("gsm8k", "humaneval", "mt_bench", "edit")
 TOKENS = 200  # of a prompt, at most
 QUESTIONS = ROOT / "data/eval/questions.jsonl"
 ANSWER_TOKENS = 40
+ANSWERS = {"right answers": "{right} of {of}"}
 SHOWN = {  # against the weights in fp32
     "rms": "{rms:.3f}",
     "best token equal": "{best:.1%}",
@@ -141,25 +143,25 @@ def formats(path: Path, also: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 @torch.inference_mode()
-def fidelity(path: Path, config: FidelityOptions) -> list[dict]:
-    """Measure every format, and llama.cpp where it can run. Returns: a record a row."""
+def of_logits(path: Path, config: FidelityOptions) -> Iterator[tuple[str, dict]]:
+    """Yield every format, and llama.cpp where it can run, with its distance from fp32."""
     prompts = read_prompts(Tokenizer.load(path), config.prompts, config.text)
-    rows_to_load = list(formats(path, config.also))
-    model = load_model(path, torch.float32)
-    reference = logits_of(model, prompts, torch.float32)
-    rows = {}
-    del model
-    for name, options in tqdm(rows_to_load, unit="format"):
-        engine = load(draft="none", device="cpu", **options)
+    reference = logits_of(load_model(path, torch.float32), prompts, torch.float32)
+    for name, engine in engines(path, config.also):
         logits = logits_of(engine.target, prompts, engine.kv_dtype)
-        rows[name] = compare_logits(reference, logits, prompts)
+        yield name, compare_logits(reference, logits, prompts)
     if is_gguf(path):
         try:
             for name, kv in (("llama.cpp", ""), ("llama.cpp, -ctk q8_0 -ctv q8_0", "q8_0")):
-                rows[name] = compare_logits(reference, llama_logits(path, prompts, kv), prompts)
+                yield name, compare_logits(reference, llama_logits(path, prompts, kv), prompts)
         except ImportError:
             print("note: llama-cpp-python is not installed; no row of llama.cpp")
-    return [{"row": name} | row for name, row in rows.items()]
+
+
+def engines(path: Path, also: str) -> Iterator[tuple[str, Engine]]:
+    """Yield the formats of a checkpoint, loaded one after the other."""
+    for name, options in tqdm(list(formats(path, also)), unit="format"):
+        yield name, load(draft="none", device="cpu", max_new_tokens=ANSWER_TOKENS, **options)
 
 
 # ---------------------------------------------------------------------------------------- questions
@@ -171,36 +173,23 @@ def is_right(text: str, accepted: list[str]) -> bool:
     return any(re.search(rf"(?<!\w){re.escape(a.lower())}(?!\w)", words) for a in accepted)
 
 
-def questions(path: Path, also: str) -> list[dict]:
-    """Count the right answers of every format. Returns: a record a row."""
+def of_questions(path: Path, config: FidelityOptions) -> Iterator[tuple[str, dict]]:
+    """Yield every format with its right answers."""
     lines = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    records = []
-    for name, options in formats(path, also):
-        config = GenerateConfig(
-            draft="none",
-            chat="",
-            max_new_tokens=ANSWER_TOKENS,
-            device="cpu",
-            **options,
-        )
-        engine = load(config)
-        texts = [generate(engine, [line["turns"][0]]).text[0] for line in tqdm(lines, desc=name)]
+    for name, engine in engines(path, config.also):
+        texts = [generate(engine, [line["turns"][0]]).text[0] for line in lines]
         right = [is_right(text, line["accepted"]) for text, line in zip(texts, lines)]
         answers = dict(zip((line["id"] for line in lines), texts))
-        records.append({"row": name, "right": sum(right), "of": len(lines), "texts": answers})
-    return records
+        yield name, {"right": sum(right), "of": len(lines), "texts": answers}
 
 
 def run(config: FidelityOptions) -> None:
     """Measure and print everything."""
     path = fetched(config.checkpoint)
     report = Report(config.json, threads=config.threads, checkpoint=shown_path(str(path)))
-    if config.questions:
-        rows = questions(path, config.also)
-        shown = {"right answers": "{right} of {of}"}
-    else:
-        rows = fidelity(path, config)
-        shown = SHOWN
-    cells = {(r["row"], what): form.format(**r) for r in rows for what, form in shown.items()}
+    measure, shown = (of_questions, ANSWERS) if config.questions else (of_logits, SHOWN)
+    cells = {}
+    for name, row in measure(path, config):
+        report.add({"row": name} | row)
+        cells |= {(name, what): form.format(**row) for what, form in shown.items()}
     print(pivot("format", cells))
-    report.add(*rows)

@@ -20,7 +20,7 @@ from files.fetch import fetched
 from files.head_kinds import gguf_head_kind, head_kind, own_head
 from files.io import is_gguf
 from files.mtp import find_mtp
-from options import log_note
+from options import log_note, require
 from run.methods import MTP, head_kinds, known_drafters
 from run.options import GenerateConfig
 from run.parsing import SWITCHES, by_names, read_settings
@@ -49,37 +49,35 @@ def methods_of(config: SpeedOptions, setting: Setting) -> list[str]:
         return config.methods.split(",")
     of_files = (*head_kinds(), *OF_FILES)
     methods = [name for name in known_drafters() if name not in of_files]
-    if not (config.heads or config.head):
-        for kind in head_kinds():
-            if has_head(config.checkpoint, kind):
-                methods += of_kind(kind)
-    named = ",".join(filter(None, (config.head, config.heads)))
-    for path in map(fetched_head, filter(None, named.split(","))):
-        methods += methods_in(path, setting)
+    named = [name for name in (config.head, *config.heads.split(",")) if name]
+    for name in named:
+        methods += methods_in(fetched(name, is_head=True), setting.temperature > 0)
+    if named:
+        return methods
+    path = fetched(config.checkpoint)
+    for kind in head_kinds():
+        if find_mtp(path) if kind == MTP else own_head(path, kind):  # an MTP layer is in it
+            methods += of_kind(kind)
     return methods
 
 
-def fetched_head(name: str) -> Path:
-    """Return the files of a head by its name or path."""
-    return fetched(name, is_head=True)
-
-
-def methods_in(path: Path, setting: Setting) -> list[str]:
+@cache  # the methods are listed for every setting, and notes are told once
+def methods_in(path: Path, sampled: bool) -> tuple[str, ...]:
     """Return the methods of a head, a draft model or a datastore, or of those in a folder.
 
     Raises: ValueError for what is none of these, and for a folder that has none of them.
     """
     if not path.is_dir() or any(path.glob("*.json")):
-        return methods_of_file(path, setting)
-    methods = []
+        return methods_of_file(path, sampled)
+    methods: list[str] = []
     for each in sorted(path.iterdir()):
         try:
-            methods += methods_of_file(each, setting)
+            methods += methods_of_file(each, sampled)
         except (ValueError, OSError) as error:
-            note_once(f"left out of --methods all: {error}")
-    if not methods:
-        raise ValueError(f"--heads {path} has no head, draft model or datastore to measure")
-    return methods
+            log_note(f"left out of --methods all: {error}")
+    fault = f"--heads {path} has no head, draft model or datastore to measure"
+    require(bool(methods), fault)
+    return tuple(methods)
 
 
 def of_kind(kind: str, option: str = "") -> list[str]:
@@ -94,30 +92,14 @@ def of_kind(kind: str, option: str = "") -> list[str]:
     return [f"{method}:{option}" if option else method for method in methods]
 
 
-def has_head(checkpoint: str, kind: str) -> bool:
-    """Return whether a head of a kind is beside a checkpoint, or an MTP layer in it.
+def methods_of_file(path: Path, sampled: bool) -> tuple[str, ...]:
+    """Return the methods of a head, a draft model or a datastore.
 
-    Raises: ValueError for a checkpoint that cannot be read.
-    """
-    path = fetched(checkpoint)
-    if kind == MTP:
-        return find_mtp(path) is not None
-    return bool(own_head(path, kind))
-
-
-@cache
-def note_once(text: str) -> None:
-    """Log a note, the first time only: the methods are listed for every setting."""
-    log_note(text)
-
-
-def methods_of_file(path: Path, setting: Setting) -> list[str]:
-    """Return the methods of a head, a draft model or a datastore: a model also by the papers' rule.
-
-    Raises: ValueError, OSError for what is none of these.
+    sampled: a model decodes by the papers' rule, too
+    Raises: ValueError, OSError for what is none of these, and for a name that no method can hold.
     """
     if path.is_file() and not is_gguf(path):
-        return [f"rest:datastore={path}"]
+        return (f"rest:datastore={path}",)
     if is_gguf(path):
         kind = gguf_head_kind(path) or "model"
     else:
@@ -125,20 +107,12 @@ def methods_of_file(path: Path, setting: Setting) -> list[str]:
         # no model is whole without an embedding, and no head brings one under this name
         if kind == "eagle" and "model.embed_tokens.weight" in WeightFiles(path).readers:
             kind = "model"
-    if kind == "model":
-        rules = ("", ":residual") if setting.temperature else ("",)
-        return [f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules]
-    return of_kind(kind, head_option(path))
-
-
-def head_option(path: Path) -> str:
-    """Return the piece of a method that names a head.
-
-    Raises: ValueError for a name that a method cannot hold.
-    """
-    if set(":,") & set(str(path)):
-        raise ValueError(f"the head {path}: a method is divided by : and ,; give it another name")
-    return f"head={path}"
+    fault = f"the head {path}: a method is divided by : and ,; give it another name"
+    require(not set(":,") & set(str(path)), fault)
+    if kind != "model":
+        return tuple(of_kind(kind, f"head={path}"))
+    rules = ("", ":residual") if sampled else ("",)
+    return tuple(f"{OF_MODEL}{rule}:draft_checkpoint={path}" for rule in rules)
 
 
 def method_config(method: str, setting: Setting, config: SpeedOptions) -> GenerateConfig:
@@ -163,8 +137,8 @@ def method_config(method: str, setting: Setting, config: SpeedOptions) -> Genera
     kind = draft.removesuffix("+ngram")
     if config.head and not named and kind == head_kind(Path(config.head)):
         values["head"] = config.head
-    texts = [_setting(one) for one in config.options.split(",") if one]
-    texts += [_piece(method, piece) for piece in pieces]
+    texts = [one if "=" in one else f"{one}=true" for one in config.options.split(",") if one]
+    texts += [piece if "=" in piece else named_piece(method, piece) for piece in pieces]
     values |= read_settings(GenerateConfig, texts)
     chosen = GenerateConfig(**by_names(GenerateConfig, values))
     chosen.check()
@@ -187,20 +161,13 @@ def command(method: str, setting: Setting, config: SpeedOptions) -> str:
     return shlex.join([*words, "--prompt_file", config.tasks.split(",")[0]])
 
 
-def _setting(text: str) -> str:
-    """Return name=value for it, or for the name of an option that is true or false."""
-    return text if "=" in text else f"{text}=true"
-
-
-def _piece(method: str, piece: str) -> str:
-    """Return a piece of a method as name=value, an option of GenerateConfig."""
-    if "=" in piece:
-        return piece
+def named_piece(method: str, piece: str) -> str:
+    """Return a piece of a method as name=value, an option of GenerateConfig. Raises: ValueError."""
     for f in fields(GenerateConfig):
         if f.name in ("tree", "children", "accept") and piece in f.metadata["choices"]:
             return f"{f.name}={piece}"
         if f.type in SWITCHES and f.name == piece:
-            return _setting(piece)
+            return f"{piece}=true"
     raise ValueError(
         f"--methods: {method}: {piece} is no tree, no way to pick children and no option of "
         "generate.py; use for example eagle:dynamic:topk:tree_size=30"

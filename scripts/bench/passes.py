@@ -1,4 +1,4 @@
-"""Time passes of a whole model over some rows, on units of AMX tiles or caches, beside llama.cpp.
+"""Time passes of a whole model over some rows, beside llama.cpp.
 
 1. The model is loaded as generate.py loads it, and its cache holds `--cached` tokens.
 2. A pass reads the rows behind them and computes the logits of every one; where there are more
@@ -27,7 +27,6 @@ from runtime import replace_fields
 from scripts.bench.cases import PassesOptions
 from scripts.bench.common import Report, seconds_of, times_by_rows
 from scripts.bench.llama_peer import LlamaCpp, gguf_of
-from scripts.bench.operators import check_units
 
 MOST_LOGITS = 64  # rows whose logits are all computed
 REST_S = 0.02  # before a measurement, in which the threads of the one before go to sleep
@@ -80,11 +79,9 @@ class PeerPasses:
         return seconds_of(lambda: self.peer.feed(tokens, start, every), "cpu")
 
 
-def timed(seconds: Callable[[int], float], rows: int, unit: str) -> float:
-    """Return the seconds of a pass, the mean of some in a row. unit: of AMX tiles; "": none"""
+def timed(seconds: Callable[[int], float], rows: int) -> float:
+    """Return the seconds of a pass, the mean of some in a row."""
     time.sleep(REST_S)
-    if unit:
-        torch.ops.gpt_eagle.use_tiles(unit)
     count = IN_A_ROW if rows <= MOST_LOGITS else 1
     return sum(seconds(rows) for _ in range(count)) / count
 
@@ -92,26 +89,20 @@ def timed(seconds: Callable[[int], float], rows: int, unit: str) -> float:
 @torch.inference_mode()
 def run(config: PassesOptions) -> None:
     """Measure and print the passes of a checkpoint."""
-    model = {"checkpoint": config.checkpoint, "dtype": config.dtype, "quant": config.quant}
+    model = {name: getattr(config, name) for name in ("checkpoint", "dtype", "quant", "kv")}
     engine = load(GenerateConfig(**model, draft="none", device="cpu", threads=config.threads))
-    check_units(config.units)
     report = Report(config.json, **model)
     rows = [int(number) for number in config.rows.split(",")]
-    dtypes = {"16 bits": torch.bfloat16} | ({config.kv: torch.int8} if config.kv else {})
-    runs = {}
-    for kv, dtype in dtypes.items():
-        cache = filled_cache(engine.target, dtype, config.cached, max(rows))
-        seconds = partial(seconds_of_pass, engine.target, cache, config.cached)
-        for unit in config.units.split(","):
-            name = f"cache in {kv}, tiles {unit}"
-            runs |= {(name, n): partial(timed, seconds, n, unit) for n in rows}
+    cache = filled_cache(engine.target, engine.kv_dtype, config.cached, max(rows))
+    seconds = partial(seconds_of_pass, engine.target, cache, config.cached)
+    runs = {("gpt-eagle", n): partial(timed, seconds, n) for n in rows}
     memory = peak_memory_bytes("cpu")
     with tempfile.TemporaryDirectory() as folder:
         if config.llama_cpp:
             file = gguf_of(Path(config.checkpoint), config.llama_cpp, Path(folder))
             peer = PeerPasses(file, config.cached, max(rows))
-            runs |= {("llama.cpp", n): partial(timed, peer.seconds, n, "") for n in rows}
-        beside = dict.fromkeys((name for name, _ in runs), next(iter(runs))[0])
+            runs |= {("llama.cpp", n): partial(timed, peer.seconds, n) for n in rows}
+        beside = dict.fromkeys(("gpt-eagle", "llama.cpp"), "gpt-eagle")
         times_by_rows(report, Path(config.checkpoint).name, runs, config.rounds, beside, {})
     both = f", with llama.cpp {peak_memory_bytes('cpu') / 1e9:.2f} GB" if config.llama_cpp else ""
     print(f"\npeak memory before the passes: {memory / 1e9:.2f} GB{both}")

@@ -1,4 +1,4 @@
-"""The tables of measure.py, in Markdown; those of `speed` are made of its log alone.
+"""The tables of measure.py speed in Markdown, made of its log alone.
 
 `tables`: one per temperature, batch size and quantization; a row per task and method, and the mean
 over tasks as in the papers; a line that explains each method's speedup. Spreads are quartiles over
@@ -10,54 +10,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 from run.stats import explain
 from scripts.bench.cases import is_peer
-from scripts.bench.common import markdown
+from scripts.bench.common import Series, markdown
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (
     "task", "method", "speedup", "tau", "0..4-alpha", "tokens/s", "first ms", "ms draft", "verify",
     "rest", "of ceiling", "identical", "repeated 8-grams", "prompts",
 )  # fmt: skip
-PARTS = ("draft", "verify", "rest")  # of a cycle
+SUMS = ("tokens", "cycles", "decode_s", "draft_s", "verify_s")  # that explain a speedup
 BRIEF = (  # columns of the final JSON
     "task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s",
     "speedup",
 )  # fmt: skip
 
 
-class Panel(NamedTuple):
-    """The rows of one setting."""
-
-    title: str
-    rows: list[dict[str, Any]]
-
-    @property
-    def tasks(self) -> list[str]:
-        """The tasks in the order of the log."""
-        return list(dict.fromkeys(row["task"] for row in self.rows))
-
-    @property
-    def methods(self) -> dict[str, list[dict]]:
-        """Rows by method."""
-        names = dict.fromkeys(row["method"] for row in self.rows)
-        return {name: [row for row in self.rows if row["method"] == name] for name in names}
-
-
-def panels(rows: list[dict]) -> list[Panel]:
-    """Group rows by quantization, temperature and batch size."""
+def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Group rows by the values under some names, in the order of the log."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        setting = (row["quant"], row["temperature"], row["batch_size"])
-        groups.setdefault(setting, []).append(row)
-    return [
-        Panel(f"T = {t:g}, B = {b}, quantization {q}", mine) for (q, t, b), mine in groups.items()
-    ]
-
-
-# ------------------------------------------------------------------------------------------- tables
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
 
 
 def tables(rows: list[dict]) -> Iterator[str]:
@@ -69,30 +44,37 @@ def tables(rows: list[dict]) -> Iterator[str]:
         yield ", ".join(
             f"{name} {value}" for name, value in values.items() if value not in ("", None, False)
         )
-    for panel in panels(rows):
-        yield f"\n### {panel.title}\n"
-        shown = [cells(row) for task in panel.tasks for row in panel.rows if row["task"] == task]
-        if len(panel.tasks) > 1:
-            shown += [mean_row(method, mine) for method, mine in panel.methods.items()]
-        yield markdown(COLUMNS, shown)
-        peak = max(row["peak_memory_bytes"] for row in panel.rows) / 1e9
-        compiling = ", ".join(
-            f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in panel.methods.items()
-        )
-        for name, mine in panel.methods.items():
-            if name != "none" and "none" in panel.methods and not is_peer(name):
-                yield f"\n{name}: {explained(mine, panel.methods['none'])}"
-        compiled = all(row["compiled"] for row in panel.rows)
-        how = f"Compiled ({compiling}, not counted above)" if compiled else "Not compiled"
-        yield f"\n{how}; peak memory of the process {peak:.2f} GB."
+    for (quant, t, size), mine in grouped(rows, "quant", "temperature", "batch_size").items():
+        yield f"\n### T = {t:g}, B = {size}, quantization {quant}\n"
+        yield from panel(mine)
+
+
+def panel(rows: list[dict]) -> Iterator[str]:
+    """Yield the table of one setting, and the lines below it."""
+    tasks = grouped(rows, "task")
+    methods = {name: mine for (name,), mine in grouped(rows, "method").items()}
+    shown = [cells(row) for mine in tasks.values() for row in mine]
+    if len(tasks) > 1:
+        shown += [mean_row(method, mine) for method, mine in methods.items()]
+    yield markdown(COLUMNS, shown)
+    for name, mine in methods.items():
+        if name != "none" and "none" in methods and not is_peer(name):
+            yield f"\n{name}: {explained(mine, methods['none'])}"
+    how = "Not compiled"
+    if all(row["compiled"] for row in rows):
+        compiling = (f"{name} {mine[0]['compile_s']:.1f} s" for name, mine in methods.items())
+        how = f"Compiled ({', '.join(compiling)}, not counted above)"
+    peak = max(row["peak_memory_bytes"] for row in rows) / 1e9
+    yield f"\n{how}; peak memory of the process {peak:.2f} GB."
 
 
 def explained(rows: list[dict], plain: list[dict]) -> str:
     """Return the line of `stats.explain` over the tasks. plain: the rows of `none`"""
-    keys = ("tokens", "cycles", "decode_s", "draft_s", "verify_s")
     tasks = {row["task"] for row in rows} & {row["task"] for row in plain}
-    mine = {key: sum(row[key] for row in rows if row["task"] in tasks) for key in keys}
-    none = {key: sum(row[key] for row in plain if row["task"] in tasks) for key in keys}
+    mine, none = (
+        {key: sum(row[key] for row in each if row["task"] in tasks) for key in SUMS}
+        for each in (rows, plain)
+    )
     if not mine["cycles"] or not none["cycles"] or not mine["decode_s"]:
         return "nothing was decoded"
     mine["tokens_per_s"] = mine["tokens"] / mine["decode_s"]
@@ -109,7 +91,6 @@ def mean_row(method: str, rows: list[dict]) -> list[str]:
 
 def cells(row: dict) -> list[str]:
     """Return one row of a table."""
-    alphas = " ".join(f"{a:.2f}".lstrip("0") for a in (row["n_alpha"] or [])[:ALPHAS])
     share = row["verify_of_ceiling"]
     identical = row["identical"]
     left_out = f" ({row['left_out']} left out)" if row["left_out"] else ""
@@ -118,10 +99,10 @@ def cells(row: dict) -> list[str]:
         row["method"],
         spread(row, "speedup", 2),
         f"{row['tau']:.2f} ± {row['tau_error']:.2f}",
-        alphas,
+        " ".join(f"{a:.2f}".lstrip("0") for a in (row["n_alpha"] or [])[:ALPHAS]),
         spread(row, "tokens_per_s", 1),
         f"{row['first_ms']:.0f}",
-        *(f"{row[f'{part}_ms']:.2f}" for part in PARTS),
+        *(f"{row[name]:.2f}" for name in ("draft_ms", "verify_ms", "rest_ms")),
         f"{100 * share:.0f} %" if share else "",
         "" if identical is None else f"{100 * identical:.0f} %",
         f"{row['repeated']:.2f}",
@@ -133,8 +114,7 @@ def spread(row: dict, name: str, digits: int) -> str:
     """Format `median (quartile-quartile)`, or nothing where it was not measured."""
     if row[name] is None:
         return ""
-    median, low, high = (f"{x:.{digits}f}" for x in (row[name], *row[f"{name}_quartiles"]))
-    return f"{median} ({low}-{high})"
+    return Series(row[name], *row[f"{name}_quartiles"]).text(digits)
 
 
 def write_report(rows: list[dict], further: str = "") -> None:

@@ -1,20 +1,15 @@
 """Evaluation tasks: conversations of data/eval, or of a file by path, in a published layout, too.
 
-A row of a JSONL file (or of a JSON array) has one of these layouts:
-    ours                  turns; id and task, if there are several
-    MT-bench, Spec-Bench  question_id, category, turns
-    SPEED-Bench           question_id, category, and turns, or messages of the user alone
-    MATH-500              unique_id, problem
-    MBPP                  task_id, prompt (or text), test_list
-    LongBench             _id, dataset, context, input
-A category, or a set of documents, is a task of its own.
+A row of a JSONL file (or of a JSON array) has turns (ours, MT-bench, Spec-Bench, SPEED-Bench),
+messages of the user alone (SPEED-Bench), a problem (MATH-500), a prompt or text and its test_list
+(MBPP), or a context and an input (LongBench). Each task, category or dataset is a task of its own.
 Not here: data/README.md has their licences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from files.io import read_jsonl
 from options import require
@@ -35,31 +30,19 @@ MBPP = (  # the prompt of its README
 )
 
 
-def _messages(row: dict) -> list:
-    """Return the texts of SPEED-Bench's messages."""
-    users = [message["content"] for message in row["messages"] if message["role"] == "user"]
-    return users if len(users) == len(row["messages"]) else []
-
-
-def _mbpp(row: dict) -> list[str]:
-    text = row["prompt"] if "prompt" in row else row["text"]
-    return [MBPP.format(text, "\n".join(row["test_list"]))]
-
-
-# the keys of a layout, its task, and its turns
-LAYOUTS: tuple[tuple[tuple[str, ...], Callable[[dict], str], Callable[[dict], list]], ...] = (
-    (("id", "task", "turns"), lambda row: row["task"], lambda row: row["turns"]),
-    (("question_id", "category", "turns"), lambda row: row["category"], lambda row: row["turns"]),
-    (("question_id", "category", "messages"), lambda row: row["category"], _messages),
-    (("unique_id", "problem"), lambda row: "math500", lambda row: [row["problem"]]),
-    (("task_id", "test_list"), lambda row: "mbpp", _mbpp),
-    (
-        ("_id", "dataset", "context", "input"),
-        lambda row: row["dataset"],
-        lambda row: [f"{row['context']}\n\n{row['input']}".strip()],
-    ),
-    (("turns",), lambda row: "", lambda row: row["turns"]),
-)
+def turns_of(row: dict) -> tuple[str, Any]:
+    """Return the task of a layout that names none, else "", and the turns, of any type."""
+    if "turns" in row:
+        return "", row["turns"]
+    if "messages" in row:
+        users = [message["content"] for message in row["messages"] if message["role"] == "user"]
+        return "", users if len(users) == len(row["messages"]) else []
+    if "problem" in row:
+        return "math500", [row["problem"]]
+    if "test_list" in row:
+        text = row["prompt"] if "prompt" in row else row["text"]
+        return "mbpp", [MBPP.format(text, "\n".join(row["test_list"]))]
+    return "", [f"{row['context']}\n\n{row['input']}".strip()]
 
 
 def parsed(row: dict) -> tuple[str, list[str]]:
@@ -67,14 +50,12 @@ def parsed(row: dict) -> tuple[str, list[str]]:
 
     Raises: ValueError for one of no known layout.
     """
-    layouts = [layout for layout in LAYOUTS if all(key in row for key in layout[0])]
-    require(bool(layouts), FORM)
-    _, task_of, turns_of = layouts[0]
     try:
-        task = task_of(row)
-        turns = turns_of(row)
+        task, turns = turns_of(row)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(FORM) from None
+    named = [row[key] for key in ("task", "category", "dataset") if key in row]
+    task = named[0] if named else task
     texts = isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)
     require(texts and bool(turns) and isinstance(task, str), FORM)
     require(not turns[0].startswith(UNRESOLVED), UNPREPARED)
@@ -99,9 +80,9 @@ def conversations(names: str) -> dict[str, list[list[str]]]:
     tasks: dict[str, list[list[str]]] = {}
     for name in names.split(","):
         file = Path(name) if Path(name).suffix else EVAL / f"{name}.jsonl"
-        if not file.is_file():
-            bundled = ", ".join(sorted(path.stem for path in EVAL.glob("*.jsonl")))
-            raise ValueError(f"--tasks: there is no {name}; name a file, or one of {bundled}")
+        bundled = ", ".join(sorted(path.stem for path in EVAL.glob("*.jsonl")))
+        fault = f"--tasks: there is no {name}; name a file, or one of {bundled}"
+        require(file.is_file(), fault)
         if file.suffix not in (".jsonl", ".json"):
             tasks.setdefault(file.stem, []).extend(prompts_of_file(file, "--tasks"))
             continue

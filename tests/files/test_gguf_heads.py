@@ -259,10 +259,10 @@ def test_programs_that_take_any_head(files, tmp_path):
     setting = Setting("none", 0.0, 1)
     head = files()
     methods = of_kind("eagle", f"head={head}")
-    assert methods_of_file(head, setting) == methods and f"eagle:auto:head={head}" in methods
+    assert methods_of_file(head, False) == (*methods,) and f"eagle:auto:head={head}" in methods
     model = tmp_path / "model.gguf"
     write_gguf(TARGET, model, "q8_0")
-    assert all("draft_checkpoint=" in m for m in methods_of_file(model, setting))
+    assert all("draft_checkpoint=" in m for m in methods_of_file(model, False))
     config = SpeedOptions(checkpoint=DEMO, methods="all", heads=str(head))
     assert methods_of(config, setting)[-len(methods) :] == methods
 
