@@ -49,7 +49,7 @@ LAYERS = {  # of a 7B: outputs and inputs
 }
 EPILOGUES = {"wqkv": "rotary", "wo": "add", "w13": "swiglu", "w2": "add", "head": "fp32"}
 FORMATS = {"bf16": (16, 0), "int4-128": (4, 128)}  # bits and group
-REPLAYS = 20  # timed ones of a graph
+TIMES = 5  # that a plan is timed
 ROWS_OF = {16: 1, 32: 32, 64: 64}  # rows of x that are timed, by the height of a tile
 TILES = tuple(Tile(rows, stages) for rows in (64, 128) for stages in (3, 4, 6, 8))
 
@@ -155,7 +155,7 @@ class Timer:
         call = self._call(plan, rows)
         calls = [partial(call, *weights) for weights in self.weights]
         rotated = Rotated(calls, self.torch_device)
-        us = statistics.median(rotated.seconds() for _ in range(REPLAYS)) * 1e6
+        us = statistics.median(rotated.seconds() for _ in range(TIMES)) * 1e6
         result = tensors_of(calls[0]())
         first = self.results.setdefault((rows, plan.splits), result)
         if not all(map(torch.equal, first, result)):

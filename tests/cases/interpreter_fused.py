@@ -155,7 +155,7 @@ def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer,
             return 2e-6
 
     monkeypatch.setattr(plans, "Rotated", Once)
-    monkeypatch.setattr(plans, "REPLAYS", 1)
+    monkeypatch.setattr(plans, "TIMES", 1)
     monkeypatch.setattr(plans, "copies_of", lambda *_: 2)
     monkeypatch.setattr(plans, "COUNTERS", 64)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
