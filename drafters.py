@@ -8,7 +8,7 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 Drafters of trees of different sizes over one state are presets. The host picks one before every
 cycle; a wrong pick costs only time.
 To add a drafter: subclass one, write a `load_method` that returns its `DraftMethod`
-(run/draft_method.py), and add its module to `DRAFTERS` (drafts/methods.py).
+(run/observer.py), and add its module to `DRAFTERS` (drafts/methods.py).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from kv_cache import KVCache, Window, causal_window, sliding
 from model import Transformer, layer_names, run_layers, windows_of
 from options import load_part, require
 from quantize import Linear, Quantization
-from run.draft_method import DraftMethod, method_of
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Beside, Project, Step, run_steps, to_stream_dtype

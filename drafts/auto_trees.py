@@ -12,8 +12,7 @@ from drafts.deferred import LazyDrafter, RestingDrafter
 from drafts.kept_texts import texts_for
 from drafts.ngram_draft import Ngram, NgramDrafter
 from model import Transformer
-from run.draft_method import DraftMethod
-from run.observer import PresetMethod
+from run.observer import DraftMethod
 from run.options import GenerateConfig
 
 # presets between no tree and the largest; CUDA pads to 16, 32 or 64 nodes and takes all but the
@@ -33,7 +32,7 @@ class AutoDrafter(LazyDrafter):
     def method(self) -> DraftMethod:
         lookup = self.lookup if isinstance(self.lookup, NgramDrafter) else None
         policy = AutoTrees(lookup, lookup and lookup.kept, self.drafter.reach)
-        return PresetMethod(self.presets, self.resolved_options(), policy=policy)
+        return DraftMethod(self.presets, self.resolved_options(), policy=policy)
 
 
 def with_smaller_trees(

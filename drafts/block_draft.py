@@ -40,8 +40,8 @@ from kv_cache import KVCache, Window, causal_window
 from model import Transformer, windows_of
 from quantize import BLOCKS, Linear, Quantization
 from reference import TORCH
-from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Project, RMSNorm, Rotate, Rows, run_steps

@@ -28,7 +28,7 @@ from drafters import Drafter, DrafterUpdate, DraftInputs
 from drafts.presets import FixedShape
 from model import Transformer
 from options import require
-from run.draft_method import DraftMethod
+from run.observer import DraftMethod
 from run.options import GenerateConfig
 from runtime import replace_fields
 

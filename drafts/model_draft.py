@@ -37,8 +37,7 @@ from model import Transformer
 from options import log_note, require
 from quantize import BLOCKS, Quantization
 from reference import Backend, choose, use_backend
-from run.draft_method import DraftMethod, method_of
-from run.observer import PresetMethod
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig
 from run.resolved import tree_options
 from runtime import replace_fields
@@ -93,7 +92,7 @@ class ModelDrafter(TreeDrafter):
         if self.reach is None:
             return DraftMethod((self,))
         policy = PresetPolicy(reach=self.reach)
-        return PresetMethod((RootOnly(), self), tree_options(self), policy=policy)
+        return DraftMethod((RootOnly(), self), tree_options(self), policy=policy)
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend; the model's dtype may be another than the target's."""

@@ -27,8 +27,8 @@ from files.mtp import Mtp, need_mtp
 from model import Transformer, layer_names
 from options import log_note
 from quantize import Quantization
-from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig
 from steps import Beside, Project, Step
 

@@ -38,8 +38,7 @@ from model import Transformer
 from options import require
 from reference import TORCH, Backend, joined
 from run import heads
-from run.draft_method import DraftMethod
-from run.observer import PresetMethod
+from run.observer import DraftMethod
 from run.options import GenerateConfig
 from run.resolved import tree_options
 from runtime import replace_fields
@@ -225,9 +224,7 @@ class NgramDrafter(PresetDrafter):
         return other
 
     def method(self) -> DraftMethod:
-        return PresetMethod(
-            self.presets, self.resolved_options(), policy=AutoTrees(self, self.kept)
-        )
+        return DraftMethod(self.presets, self.resolved_options(), policy=AutoTrees(self, self.kept))
 
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()
@@ -280,4 +277,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         return NgramDrafter(ngram, target.norm.weight.device).method()
     drafter = heads.load_method(target, config, tokenizer).presets[-1]
     ngram.graft_on(drafter)
-    return PresetMethod((drafter,), tree_options(drafter), policy=PresetPolicy(kept))
+    return DraftMethod((drafter,), tree_options(drafter), policy=PresetPolicy(kept))

@@ -32,8 +32,8 @@ from files.io import read_json
 from model import DTYPES, ModelConfig, Transformer, weight_names
 from options import log_note, require
 from quantize import Quantization
-from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig
 
 # name -> width, layers, heads of 128, KV heads, width of the feed-forward, vocabulary

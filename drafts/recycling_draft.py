@@ -27,8 +27,7 @@ from drafters import DrafterUpdate, DraftInputs
 from drafts.autosize import AutoTrees
 from drafts.presets import FixedShape, PresetDrafter, with_smaller
 from model import Transformer
-from run.draft_method import DraftMethod
-from run.observer import Observer, PresetMethod
+from run.observer import DraftMethod, Observer
 from run.options import GenerateConfig
 
 RANKS = 8  # successors kept per token
@@ -82,7 +81,7 @@ class RecyclingDrafter(PresetDrafter):
 
     def method(self) -> DraftMethod:
         policy = AutoTrees() if self.smaller else Observer()
-        return PresetMethod(self.presets, self.resolved_options(), policy)
+        return DraftMethod(self.presets, self.resolved_options(), policy)
 
     def extend(self, state: Any, update: DrafterUpdate) -> Any:
         """Keep the successors of the verified nodes. Writes: the matrix."""

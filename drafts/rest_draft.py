@@ -35,8 +35,7 @@ from files.untrusted import read_untrusted
 from model import Transformer
 from options import require
 from reference import build_tree
-from run.draft_method import DraftMethod
-from run.observer import Observer, PresetMethod
+from run.observer import DraftMethod, Observer
 from run.options import GenerateConfig
 
 LONGEST = 16  # tokens of a match
@@ -183,7 +182,7 @@ class RestDrafter(PresetDrafter):
 
     def method(self) -> DraftMethod:
         policy = AutoTrees() if self.smaller else Observer()
-        return PresetMethod(self.presets, self.resolved_options(), policy=policy)
+        return DraftMethod(self.presets, self.resolved_options(), policy=policy)
 
     def propose_nodes(self, state: Any, inputs: DraftInputs) -> DraftTree:
         text = inputs.text

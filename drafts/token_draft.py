@@ -35,8 +35,8 @@ from kv_cache import KVCache, Window, causal_window
 from model import Layer, Transformer, run_layers, windows_of
 from quantize import Linear, Quantization
 from reference import TORCH, Backend
-from run.draft_method import DraftMethod, method_of
 from run.heads import draft_lm_head
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Rows, add_modules, run_steps

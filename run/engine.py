@@ -18,8 +18,7 @@ from drafters import Drafter
 from files.rank import of_ranks
 from options import load_part, require
 from run.clock import TimedCycle
-from run.draft_method import DraftMethod
-from run.observer import Observer, PresetMethod
+from run.observer import DraftMethod, Observer
 from run.options import GenerateConfig, Sampling
 from run.tree_paths import DraftLimit
 from runtime import replace_fields
@@ -125,11 +124,7 @@ class Engine(decode.Engine):
 
     def with_method(self, method: DraftMethod) -> Engine:
         """Return an engine that drafts in another way. Its cycles are still to be made."""
-        return replace(
-            self,
-            presets=method.presets,
-            policy=method.policy if isinstance(method, PresetMethod) else Observer(),
-        )
+        return replace(self, presets=method.presets, policy=method.policy)
 
 
 def mode_for(params: Sampling) -> int:

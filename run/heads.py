@@ -17,7 +17,7 @@ from model import Transformer
 from options import load_part
 from quantize import FORMATS, Linear, Quantization, fit_group
 from reference import TORCH, Backend
-from run.draft_method import DraftMethod, method_of
+from run.observer import DraftMethod, method_of
 
 
 def linear_of(

@@ -29,9 +29,9 @@ from files.weights import int4_group, keeps_blocks, load_model
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
 from quantize import BLOCKS, Quantization
-from run.draft_method import DraftMethod
 from run.engine import Engine, cache_dtype
 from run.methods import MTP, has_drafts, spec_of
+from run.observer import DraftMethod
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
 from run.prompts import read_grammar

@@ -2,7 +2,7 @@
 
 Options (run/options.py, option_rules.py), loading (run/load.py) and benchmarks ask this table. A
 module has `load_method`, of (target, config, tokenizer), which returns a `DraftMethod`
-(run/draft_method.py).
+(run/observer.py).
 Not here: the methods themselves. No torch is imported.
 """
 
@@ -32,7 +32,7 @@ class DraftMethodSpec(NamedTuple):
 
 
 OWN = {
-    "none": DraftMethodSpec("run.draft_method", trees=(), scores_children=False, residual=False),
+    "none": DraftMethodSpec("run.observer", trees=(), scores_children=False, residual=False),
     "eagle": DraftMethodSpec("run.heads", extended="drafts.random_model", head=True),
 }
 

@@ -1,4 +1,4 @@
-"""Observers: objects on the host that watch decoding.
+"""Observers: objects on the host that watch decoding; and a way to draft, which has one.
 
     next_preset, before_step --> cycle --> host_tensors --> after_cycle ... finished
 
@@ -15,15 +15,15 @@ the session. Masks of tokens are the guides' (drafts/grammar.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from decode import Buffers, CycleResult, DecodeState
 from draft_tree import DrafterUpdate
-from drafters import Drafter
-from run.draft_method import DraftMethod
+from drafters import Drafter, RootOnly
+from model import Transformer
 from run.tree_paths import DraftLimit
 
 
@@ -121,8 +121,25 @@ class Observer:
         return []
 
 
-@dataclass(frozen=True)
-class PresetMethod(DraftMethod):
-    """A way to draft whose presets a policy picks."""
+# ---------------------------------------------------------------------- ways to draft
 
-    policy: Observer = Observer()
+
+@dataclass(frozen=True)
+class DraftMethod:
+    """A way to draft, as its module's `load_method` returns it."""
+
+    presets: tuple[Drafter, ...]  # which share a state, smallest tree first
+    # the options that were used, under their names, for the record
+    resolved: dict[str, Any] = field(default_factory=dict)
+    policy: Observer = Observer()  # picks the preset of every step
+
+
+def method_of(drafter: Drafter) -> DraftMethod:
+    """Return the way to draft with a drafter: its own (`method`), or the drafter alone."""
+    own = getattr(drafter, "method", None)
+    return own() if own else DraftMethod((drafter,))
+
+
+def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
+    """Return `--draft none`."""
+    return DraftMethod((RootOnly(),))

@@ -49,9 +49,9 @@ from model import Layer, ModelConfig, Transformer, weight_names
 from options import cache_folder
 from quantize import FORMATS, Linear, stack
 from reference import TORCH, Backend, choose, rms_norm
-from run.draft_method import DraftMethod, method_of
 from run.engine import Engine
 from run.heads import linear_of
+from run.observer import DraftMethod, method_of
 from run.options import GenerateConfig, Sampling
 from run.session import Session
 from runtime import compiled_by_layer

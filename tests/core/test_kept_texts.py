@@ -24,7 +24,7 @@ from helpers import (
 )
 from reference import TORCH
 from run.generate import load
-from run.observer import Observer, PresetMethod
+from run.observer import DraftMethod, Observer
 from run.options import DEMO
 from run.session import Session
 from run.warm_up import _prefill_each_width
@@ -78,7 +78,7 @@ def check_warm(kind: str, temperature: float, batch: int) -> None:
     if kind == "grafted":
         tree, ngram = DynamicTree(3, 4, 24), Ngram(6, 2, kept=kept)
         drafter = ngram.graft_on(EagleDrafter(golden_head(), golden_target(), tree))
-        method = PresetMethod((drafter,), policy=PresetPolicy(kept))
+        method = DraftMethod((drafter,), policy=PresetPolicy(kept))
     engine = engine_for(golden_target(), method.presets[-1], method, **options)
     cycles = []
     for _ in range(3):  # with a text that helps, one that does not, and in used buffers
