@@ -14,6 +14,8 @@ ADDS = {
         "has_cpu_operators": "backends.library:has_cpu_operators",
         "is_plain": "backends.library:is_plain",
         "pack_codes": "backends.weight:pack_codes",
+        "fault_of_tiles": "backends.cpp.tiles:fault_of_hardware",
+        "gain_of_fetching": "backends.cpp.fetching:gain_of_fetching",
         "huge_pages": "backends.cpp.pages:HugePages",
         "set_plain": "backends.library:set_plain",
         "single_torch_thread": "backends.library:single_torch_thread",

@@ -116,7 +116,7 @@ def cpu_operators_are_loaded() -> bool:
 
 
 def tiles_in_use() -> str:
-    """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpu/tiles.py)."""
+    """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpp/build.py)."""
     if build.loaded() and not is_plain("products"):
         return torch.ops.gpt_eagle.tiles()[0]
     return "none"

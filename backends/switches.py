@@ -53,7 +53,7 @@ def captures() -> bool:
 
 
 def kind_of_tiles() -> str:
-    """Return the unit of matmuls on AMX tiles that is asked for (backends/cpp/tiles.py).
+    """Return the unit of matmuls on AMX tiles that is asked for (backends/cpp/build.py).
 
     auto: hardware, where it is allowed and right; none, hardware, emulation: that one.
     Raises: ValueError for another name.

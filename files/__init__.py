@@ -10,7 +10,8 @@ ADDS = {
         "head": "files.heads:load_head",
         "model": "files.weights:load_model",
         "tokenizer": "files.tokenizer:read_tokenizer",
-        "texts": "files.chat:read_text_files",
+        "chat": "files.chat",
+        "texts": "files.texts:read_text_files",
         "weights": "files.checkpoint:WeightFiles",
         # for checkpoints of one kind, or where an option asks for it
         "codes of others": "files.gptq_awq:QuantizedFiles",

@@ -1,13 +1,13 @@
-"""Chat templates: where they are read, and those of fixed strings.
+"""Chat templates: the checkpoint's own, and those of fixed strings.
 
 A template is a Jinja program, which files/jinja.py renders. By default it is the checkpoint's own,
 which writes BOS itself. `--chat NAME` takes one of `FIXED`: for checkpoints without a template, and
 to repeat the official EAGLE's runs (sources: its evaluation scripts, FastChat's conversation
 templates).
 
-`read_text_files` reads the tokenizer with it. `--system TEXT` takes the place of a template's own
-system message. An empty text leaves it out of a fixed template; the checkpoint's own gets an empty
-message.
+`--system TEXT` takes the place of a template's own system message. An empty text leaves it out of a
+fixed template; the checkpoint's own gets an empty message. Loaded where there is a template; its
+text is read in files/texts.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files.io import LocalError, has_colours, is_gguf, read_text
-from files.thinking import Thinking
-from files.tokenizer import Tokenizer, load_tokenizer, optional_json
+from files.io import LocalError
+from files.texts import NO_TEMPLATE, template_text
+from files.tokenizer import Tokenizer
 from options import load_part
 
-NO_TEMPLATE = "none"  # of --chat: texts go on as they are, without a template
 PROBE = ("A question.", "The answer of the probe.", "Another question.")
 
 
@@ -118,41 +117,6 @@ def refusal(template: str, reason: Any) -> LocalError:
     )
 
 
-def template_text(path: Path, name: str = "default") -> str | None:
-    """Read the Jinja template of a checkpoint; None: it has none.
-
-    name: of several, in a directory of their own or a list; tool_use is for tools
-    Raises: ValueError when it cannot be read.
-    """
-    only = name == "default"
-    if is_gguf(path):
-        return load_part("reader", "gguf template")(path, "" if only else name)
-    jinja = path / "chat_template.jinja"
-    more = path / "additional_chat_templates"
-    wanted = jinja if only else more / f"{name}.jinja"
-    try:
-        if wanted.is_file():
-            return read_text(wanted)
-    except ValueError as error:
-        raise refusal(f"{path}: its chat template", f"cannot be read ({error})") from None
-    if not only and (jinja.is_file() or more.is_dir()):
-        return None  # the files are all there is, as in transformers
-    template = optional_json(path / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # of {name, template}
-        named = {
-            each.get("name"): each.get("template") for each in template if isinstance(each, dict)
-        }
-        template = named.get(name, template if only else None)
-    elif not only:
-        template = None
-    if template is not None and not isinstance(template, str):
-        raise refusal(
-            f"{path}: its chat template",
-            "is neither a text nor a list of named ones with a default",
-        )
-    return template
-
-
 def chat_template(
     path: Path,
     tokenizer: Tokenizer,
@@ -190,72 +154,3 @@ def chat_template(
         )
     except ValueError as error:
         raise refusal(f"{path}: its chat template", error) from None
-
-
-class OnTerminal:
-    """Shows an answer on a terminal: its thinking dimmed, without the tags."""
-
-    DIM = "\033[2m"
-    PLAIN = "\033[0m"
-
-    def __init__(self, template: Any):
-        """template: the conversation's; None for a text that goes on, which has no thinking"""
-        self.thinking = Thinking(template.thinks) if template and has_colours() else None
-        self.thought = False  # thinking is shown, and no answer yet
-
-    def push(self, text: str, last: bool) -> tuple[str, str, int]:
-        """Add text. last: nothing follows.
-
-        Returns: what is shown first, the text of the answer behind it; the characters before that.
-        """
-        if self.thinking is None:
-            return "", text, 0
-        before = self.thinking.read
-        thought, answer = self.thinking.push(text, last)
-        shown = f"{self.DIM}{thought}{self.PLAIN}" if thought else ""
-        self.thought = self.thought or bool(thought)
-        if answer and self.thought:
-            self.thought = False
-            shown += "\n\n"
-        return shown, answer, self.thinking.read - before - len(answer)
-
-
-class TextFiles(NamedTuple):
-    """The text side of a checkpoint."""
-
-    tokenizer: Tokenizer | None  # None: only ids go in and out
-    template: Any  # a `files.jinja.ChatTemplate`; None: texts go on as they are
-
-
-def template_name(path: Path, config: Any) -> str | None:
-    """Return the name of the chat template, "" for the checkpoint's own; None: texts go on.
-
-    By default it is the checkpoint's own, where it has one. Token ids are no chat.
-    Raises: ValueError for a template that cannot be read, and for --system without one.
-    """
-    if config.chat == NO_TEMPLATE or config.prompt_ids is not None:
-        return None
-    if config.chat is not None:
-        return config.chat
-    if template_text(path) is not None:
-        return ""
-    if config.system is not None:
-        raise ValueError(
-            f"--system belongs to a chat template, and {path} has none; "
-            f"add --chat NAME with one of {', '.join(FIXED)}"
-        )
-    return None
-
-
-def read_text_files(path: Path, config: Any) -> TextFiles:
-    """Read the tokenizer of a checkpoint, and the chat template that its texts are put into.
-
-    Raises: ValueError for a missing or broken one that is needed.
-    """
-    name = template_name(path, config)
-    tokenizer = load_tokenizer(path, config.prompt_ids is None, name is not None)
-    template = None
-    if name is not None:
-        template = chat_template(path, tokenizer, name, config.system, config.has_schema)
-        template.stop_ids(tokenizer)  # refuses one that cannot work with it
-    return TextFiles(tokenizer, template)

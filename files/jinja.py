@@ -25,10 +25,11 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from files.chat import FIXED, NO_TEMPLATE, PROBE, lacking, refusal
+from files.chat import FIXED, PROBE, lacking, refusal
 from files.io import LocalError
-from files.thinking import Tags, closed, opened_by, without_messages
-from files.tokenizer import Tokenizer
+from files.texts import NO_TEMPLATE
+from files.thinking import OnTerminal, Tags, closed, hidden_tags, opened_by, without_messages
+from files.tokenizer import StreamDecoder, Tokenizer
 from options import one_line
 
 END_OF_ANSWER = "<|return|>"  # of harmony, whose answers are several messages: gpt-oss
@@ -225,6 +226,14 @@ class ChatTemplate:
         """Return the token ids of the prompt for the next answer. Turns name no control tokens."""
         turns = list(map(tokenizer.as_text, turns))
         return tokenizer.encode(self.render(turns, answers), bos=self.bos, special=True)
+
+    def stream(self, tokenizer: Tokenizer) -> StreamDecoder:
+        """Return what makes the text of an answer, which shows the tags of its thinking."""
+        return tokenizer.stream(shown=hidden_tags(tokenizer))
+
+    def on_terminal(self) -> OnTerminal:
+        """Return what shows an answer on a terminal."""
+        return OnTerminal(self)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the ids that end an answer: EOS, and the token behind it in a rendered probe.

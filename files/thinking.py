@@ -13,8 +13,9 @@ An answer that never closes its thinking is thinking to its end, as in llama.cpp
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from files.io import has_colours
 from files.tokenizer import Tokenizer
 
 ASKS = "<|start|>assistant"  # of harmony: the end of a prompt, and before each further message
@@ -199,3 +200,31 @@ class Thinking:
         rest = self.held
         self.held = ""
         return "", rest
+
+
+class OnTerminal:
+    """Shows an answer on a terminal: its thinking dimmed, without the tags."""
+
+    DIM = "\033[2m"
+    PLAIN = "\033[0m"
+
+    def __init__(self, template: Any):
+        """template: the conversation's; None for a text that goes on, which has no thinking"""
+        self.thinking = Thinking(template.thinks) if template and has_colours() else None
+        self.thought = False  # thinking is shown, and no answer yet
+
+    def push(self, text: str, last: bool) -> tuple[str, str, int]:
+        """Add text. last: nothing follows.
+
+        Returns: what is shown first, the text of the answer behind it; the characters before that.
+        """
+        if self.thinking is None:
+            return "", text, 0
+        before = self.thinking.read
+        thought, answer = self.thinking.push(text, last)
+        shown = f"{self.DIM}{thought}{self.PLAIN}" if thought else ""
+        self.thought = self.thought or bool(thought)
+        if answer and self.thought:
+            self.thought = False
+            shown += "\n\n"
+        return shown, answer, self.thinking.read - before - len(answer)

@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from files.chat import OnTerminal
-from files.io import StatusLine, write_text
+from files.io import StatusLine, is_terminal, write_text
 from files.rank import of_ranks
 from files.tokenizer import Tokenizer
 from options import load_part, log_note, require
@@ -46,7 +45,6 @@ from run.prompts import (
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary
-from run.terminal import printer
 from run.tree_paths import ANY_TREE, DraftLimit
 
 
@@ -324,6 +322,11 @@ def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------- main
 
 
+def print_piece(text: str) -> None:
+    """Print a piece of a text."""
+    print(text, end="", flush=True)
+
+
 class Screen:
     """Prints a run: a single answer as it comes, several when they are finished, in order."""
 
@@ -338,8 +341,10 @@ class Screen:
         # whether the answer is printed as it comes
         self.live = self.has_text and not (self.quiet or self.several or config.compare)
         self.status = StatusLine()
-        self.show = printer(sys.stdout)
-        self.shown = OnTerminal(engine.template)
+        self.show = print_piece
+        if is_terminal(sys.stdout):
+            self.show = load_part("command", "printer")(sys.stdout)
+        self.shown = engine.template.on_terminal() if engine.template else None
         self.tokens = 0
         self.finished: dict[tuple[int, int], list[Request]] = {}
         self.waiting = deque(batch.streams)  # to be printed
@@ -351,8 +356,11 @@ class Screen:
         if self.live:
             self.status.show(reading)
             for piece in pieces:
-                thought, answer, _ = self.shown.push(piece.text, piece.request.reason != "")
-                self.show(thought + answer)
+                text = piece.text
+                if self.shown is not None:
+                    thought, answer, _ = self.shown.push(text, piece.request.reason != "")
+                    text = thought + answer
+                self.show(text)
             return
         done = f"{len(self.finished)} of {len(self.batch.streams)} answers, {self.tokens} tokens"
         self.status.show(f"[{done}] {reading}".rstrip())

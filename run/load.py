@@ -17,7 +17,6 @@ import torch
 
 from decode import build_cycles
 from drafters import RootOnly
-from files.chat import NO_TEMPLATE, read_text_files, template_name
 from files.checkpoint import saved_quantization
 from files.config import open_source, read_raw
 from files.fetch import with_files
@@ -25,6 +24,7 @@ from files.machine import has_cpu_operators
 from files.memory import free_bytes
 from files.not_finite import check_small_weights
 from files.rank import of_ranks, this_rank
+from files.texts import NO_TEMPLATE, read_text_files, template_name
 from files.weights import int4_group, keeps_blocks, load_model
 from model import DTYPES, Transformer
 from options import load_module, load_part, log_note, part_or, require
@@ -40,7 +40,7 @@ from run.stats import sequence_memory, slot_bytes
 from run.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from files.chat import TextFiles
+    from files.texts import TextFiles
 
 captures = part_or("machine", "captures", lambda: True)
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too

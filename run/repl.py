@@ -28,9 +28,10 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from files.chat import OnTerminal, chat_template
+from files.chat import chat_template
 from files.fetch import title_of
 from files.io import StatusLine, has_colours, parse_json, read_named, write_text
+from files.thinking import OnTerminal
 from run.drafted import Drafted, Spans
 from run.engine import Engine
 from run.methods import told_draft

@@ -26,7 +26,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK
-from files.thinking import hidden_tags
 from files.tokenizer import StopMatcher, StreamDecoder
 from run.engine import Engine
 from run.options import Sampling
@@ -75,7 +74,7 @@ class Request:
             if engine.template is None:
                 fields["decoder"] = engine.tokenizer.stream(continuation=True)
             else:
-                fields["decoder"] = engine.tokenizer.stream(shown=hidden_tags(engine.tokenizer))
+                fields["decoder"] = engine.template.stream(engine.tokenizer)
         own = {
             "sampling": config.sampling,
             "seed": config.seed,

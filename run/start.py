@@ -28,7 +28,7 @@ from run.parsing import one_line_errors, parse_given
 from run.prompts import Conversation, read_grammar, read_prompts
 
 if TYPE_CHECKING:  # its imports take time that --help has not
-    from files.chat import TextFiles
+    from files.texts import TextFiles
     from run.keyboard import Keyboard
 
 

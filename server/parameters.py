@@ -13,10 +13,11 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from drafts.grammar import compile_grammars
-from files.chat import NO_TEMPLATE, chat_template
+from files.chat import chat_template
 from files.fetch import fetched
 from files.io import LocalError
 from files.jinja import words_as_text
+from files.texts import NO_TEMPLATE
 from files.thinking import Tags, closed, hidden_tags, opened_by
 from options import log_note, require
 from run.engine import Engine

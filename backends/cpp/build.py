@@ -8,7 +8,7 @@ built again.
 
 `GPT_EAGLE_MARCH` in the environment replaces `-march=native`, so that the builds of other
 processors can be tested on this one: `x86-64-v3` has AVX2, `x86-64` neither that nor AVX-512. AMX
-tiles are in every library; tiles.py decides whether they are used.
+tiles are in every library; `choose_tiles` decides whether they are used.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from backends.cpp import fetching, tiles
-from options import cache_folder, log_note, part_or, private_folder
+from backends import switches
+from options import cache_folder, load_part, log_note, part_or, private_folder
 
 HERE = Path(__file__).parent
 # files that are compiled together, the two groups side by side: about half of the work each. More
@@ -53,6 +53,7 @@ UNITS = (
         "tree.cpp",
     ),
 )
+PAYS = 1.03  # a smaller gain of fetching is noise
 WAITING = "waiting for another process, which builds the CPU operators (20 s)"
 
 
@@ -62,7 +63,6 @@ def _no_lock(folder: Path, note: str = "") -> Iterator[bool]:
 
 
 # without the folder files/ two processes may build the same library, which does no harm
-folder_lock = part_or("folder", "lock", _no_lock)
 
 
 def compiler() -> list[str]:
@@ -129,7 +129,7 @@ def build(march: str = "") -> Path:
         if is_whole(library):
             return library
         with (
-            folder_lock(folder, WAITING) as locked,
+            part_or("folder", "lock", _no_lock)(folder, WAITING) as locked,
             tempfile.TemporaryDirectory(prefix="build.", dir=folder) as temporary,
         ):
             if locked:
@@ -258,6 +258,45 @@ def register(namespace: str, library: Path) -> None:
     ctypes.CDLL(str(library)).add_operators(namespace.encode())
 
 
+def choose_tiles() -> None:
+    """Choose the unit of matmuls on AMX tiles. Writes: the unit of the operators, a note.
+
+    GPT_EAGLE_TILES names it; by default it is the hardware, where that is allowed and right.
+    """
+    kind = switches.kind_of_tiles()
+    operators = torch.ops.gpt_eagle
+    if kind != "auto":
+        if not operators.use_tiles(kind):
+            note = "AMX tiles are missing or refused here, so other kernels run: unset it"
+            log_note(f"GPT_EAGLE_TILES={kind}: {note}")
+    elif operators.use_tiles("hardware"):
+        fault = load_part("machine", "fault_of_tiles")()
+        if fault:
+            operators.use_tiles("none")
+            note = f"{fault}, so other kernels run; GPT_EAGLE_TILES=none omits the check"
+            log_note(f"AMX tiles: {note}")
+
+
+def choose_fetching(kept: Path) -> None:
+    """Let instructions fetch the weights of few rows where that pays, which is measured once.
+
+    kept: the file of the measured gain; a missing or damaged one is written
+    """
+    try:
+        gain = float(kept.read_text())
+    except (OSError, ValueError):
+        gain = load_part("machine", "gain_of_fetching")()
+        # where it cannot be kept, the next start measures again
+        with (
+            suppress(OSError),
+            tempfile.TemporaryDirectory(prefix="build.", dir=kept.parent) as folder,
+        ):
+            made = Path(folder) / kept.name
+            made.write_text(f"{gain:.3f}\n")
+            os.replace(made, kept)
+    torch.ops.gpt_eagle.fetch_for_few(gain >= PAYS)
+
+
 @functools.cache
 def load_operators() -> str:
     """Make the operators available in `torch.ops.gpt_eagle`.
@@ -275,8 +314,8 @@ def _load() -> str:
         library = build()
         register("gpt_eagle", library)
         _loaded.append(library.name)
-        tiles.choose()
-        fetching.choose(library.with_suffix(".fetching"))
+        choose_tiles()
+        choose_fetching(library.with_suffix(".fetching"))
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         note = "no C++ operators: PyTorch's run, which are slow on trees and in int8 and int4"

@@ -1,9 +1,8 @@
-"""The unit of matmuls on AMX tiles (amx.h), chosen once, when the operators are loaded.
+"""The check of AMX tiles (amx.h), where a processor has them: `build.choose_tiles` asks for it.
 
-By default it is the hardware, where the processor and its system allow it, and a few matmuls on it
-equal those on the emulation, the plain reference, bit for bit. A forked child compares them, as a
-virtual machine may show tiles and end a program at their first instruction. `GPT_EAGLE_TILES` names
-a unit, which is then not compared.
+A few matmuls on the hardware must equal those on the emulation, the plain reference, bit for bit. A
+forked child compares them, as a virtual machine may show tiles and end a program at their first
+instruction.
 """
 
 from __future__ import annotations
@@ -18,30 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backends import switches
 from backends.cpp.layout import pack_strips
-from options import log_note
 
 INPUTS = 512  # of the matmuls in integers
 INT4 = 100  # the ids of layouts in weight_layout.h
 INT8_OUTPUT = 104
 LIMIT_S = 10  # of the child, which takes milliseconds; a lock that it inherited may stop it
-
-
-def choose() -> None:
-    """Choose the unit that the environment names. Writes: the unit of the operators, a note."""
-    kind = switches.kind_of_tiles()
-    operators = torch.ops.gpt_eagle
-    if kind != "auto":
-        if not operators.use_tiles(kind):
-            note = "AMX tiles are missing or refused here, so other kernels run: unset it"
-            log_note(f"GPT_EAGLE_TILES={kind}: {note}")
-    elif operators.use_tiles("hardware"):
-        fault = fault_of_hardware()
-        if fault:
-            operators.use_tiles("none")
-            note = f"{fault}, so other kernels run; GPT_EAGLE_TILES=none omits the check"
-            log_note(f"AMX tiles: {note}")
 
 
 def fault_of_hardware() -> str:

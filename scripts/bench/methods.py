@@ -14,12 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from files.chat import NO_TEMPLATE
 from files.checkpoint import WeightFiles
 from files.fetch import fetched
 from files.head_kinds import gguf_head_kind, head_kind, own_head
 from files.io import is_gguf
 from files.mtp import find_mtp
+from files.texts import NO_TEMPLATE
 from options import log_note, require
 from run.methods import MTP, head_kinds, known_drafters
 from run.options import GenerateConfig

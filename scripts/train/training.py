@@ -31,8 +31,8 @@ from tqdm import tqdm
 from backends import experts
 from decode import build_cycles
 from drafters import RootOnly
-from files.chat import read_text_files
 from files.io import replace_file, write_text
+from files.texts import read_text_files
 from files.weights import load_model
 from model import DTYPES, ModelConfig, Transformer
 from run.engine import Engine

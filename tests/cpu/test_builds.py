@@ -328,13 +328,13 @@ def test_the_fetches_of_few_rows_are_measured_once(tmp_path, monkeypatch, conten
     """A file that is whole is believed; another one is measured and written anew."""
     chosen, measured = [], []
     monkeypatch.setattr(torch.ops.gpt_eagle, "fetch_for_few", chosen.append)
-    monkeypatch.setattr(fetching, "measured", lambda: measured.append(1) or 1.2)
+    monkeypatch.setattr(fetching, "gain_of_fetching", lambda: measured.append(1) or 1.2)
     kept = tmp_path / "library.fetching"
     if content is not None:
         kept.write_text(content)
     whole = bool(content) and content[0].isdigit()
     for _ in range(2):
-        fetching.choose(kept)
+        build.choose_fetching(kept)
     assert len(measured) == (not whole)
     assert chosen == [content != "0.990\n"] * 2
     assert kept.read_text() == (content if whole else "1.200\n")
@@ -344,8 +344,8 @@ def test_the_fetches_of_few_rows_are_measured_once(tmp_path, monkeypatch, conten
 def test_a_measurement_that_cannot_be_kept_is_used(tmp_path, monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.ops.gpt_eagle, "fetch_for_few", chosen.append)
-    monkeypatch.setattr(fetching, "measured", lambda: 1.2)
-    fetching.choose(tmp_path / "missing" / "library.fetching")
+    monkeypatch.setattr(fetching, "gain_of_fetching", lambda: 1.2)
+    build.choose_fetching(tmp_path / "missing" / "library.fetching")
     assert chosen == [True]
 
 
@@ -366,5 +366,5 @@ def test_fetches_change_no_bit(layout, group, rows):
             of_n = table(weight, n, k, layout, group)
             found.append(operators.matmul(x, weight, of_n, None, n, True))
     finally:
-        fetching.choose(build.build().with_suffix(".fetching"))
+        build.choose_fetching(build.build().with_suffix(".fetching"))
     assert torch.equal(*found) and found[0].isfinite().all() and found[0].any()

@@ -31,7 +31,8 @@ from torch import Tensor
 
 import backends.cpp.build
 from backends import switches
-from backends.cpp.tiles import Operands, choose, fault_of_hardware, matmuls
+from backends.cpp.build import choose_tiles
+from backends.cpp.tiles import Operands, fault_of_hardware, matmuls
 from backends.library import tiles_in_use
 from backends.linear import linear_bf16_reference, linear_tiles_reference
 from helpers import BLOCK_KINDS, packed_blocks, random_blocks
@@ -349,7 +350,7 @@ def test_tiles_are_used_where_they_are_right(monkeypatch, capfd, hardware, unit,
     Machine(monkeypatch, hardware)
     monkeypatch.setattr("backends.cpp.tiles.LIMIT_S", 0.5 if hardware == "hangs" else 60)
     with torch.device("meta"):  # as where a model is built
-        choose()
+        choose_tiles()
     assert tiles_in_use() == unit
     if says:
         says = (
@@ -381,11 +382,11 @@ def test_nothing_is_checked_where_it_could_change_nothing(monkeypatch, capsys):
     ):  # fmt: skip
         Machine(monkeypatch, hardware)
         monkeypatch.setenv("GPT_EAGLE_TILES", kind)
-        choose()
+        choose_tiles()
         assert (tiles_in_use(), capsys.readouterr().err) == (unit, "")
     Machine(monkeypatch, "refused")
     monkeypatch.setenv("GPT_EAGLE_TILES", "hardware")
-    choose()
+    choose_tiles()
     assert tiles_in_use() == "none"
     assert capsys.readouterr().err.startswith("note: GPT_EAGLE_TILES=hardware: AMX tiles are miss")
 
@@ -394,6 +395,6 @@ def test_without_another_process_tiles_are_not_used(monkeypatch, capsys):
     Machine(monkeypatch, "emulation")
     monkeypatch.setattr(os, "fork", lambda: os.close(-1))  # it fails
     before = os.listdir("/proc/self/fd")
-    choose()
+    choose_tiles()
     assert tiles_in_use() == "none" and len(os.listdir("/proc/self/fd")) == len(before)
     assert "they cannot be checked (Bad file descriptor), so other" in capsys.readouterr().err

@@ -26,11 +26,11 @@ from tokenizers import Tokenizer as Backend
 import helpers
 import run.generate as program
 import tiny_models
-from files.chat import template_text
 from files.config import read_config, read_raw
 from files.fetch import title_of
 from files.gguf import STORED, TYPES, GgufFile
 from files.gguf_header import chat_template_text, read_header
+from files.texts import template_text
 from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model
 from helpers import OPERATORS, slow

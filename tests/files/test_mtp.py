@@ -22,7 +22,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 
 from backends.fusions import MergedHead
 from eagle_draft import HeadPasses
-from files.chat import TextFiles
+from files.texts import TextFiles
 from helpers import InTurn, in_turn, slow
 from kv_cache import KVCache, causal_window
 from run.generate import generate, load

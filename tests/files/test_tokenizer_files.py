@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers.tokenization_utils_sentencepiece import SentencePieceExtractor
 
-from files.chat import template_text
+from files.texts import template_text
 from files.tokenizer import JsonTokenizer, Tokenizer
 
 # text -> (special, lstrip, rstrip)
