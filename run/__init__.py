@@ -9,7 +9,7 @@ OF_RANKS = (
     "report_from_rank_0",
     "smallest",
 )
-OF_SHARES = ("RankCycle", "load_model", "split_lm_head")
+OF_SHARES = ("load_model", "split_lm_head")
 OPERATORS = ("device_time", "single_thread", "why_not_compiled", "with_times")
 NEEDS = ("files",)
 ADDS = {

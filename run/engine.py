@@ -15,7 +15,6 @@ import torch
 import decode
 from decode import Buffers
 from drafters import Drafter
-from files.rank import of_ranks
 from options import load_part, require
 from run.clock import TimedCycle
 from run.observer import DraftMethod, Observer
@@ -86,7 +85,6 @@ class Engine(decode.Engine):
     def cycle(self, drafter: Drafter, mode: int) -> TimedCycle:
         """Make a cycle of a preset, which reads the clock and accepts as the options say."""
         kind = load_part("extension", "shaped cycle") if mode == SHAPED else TimedCycle
-        kind = of_ranks("RankCycle", kind)
         if self.config.accept == "residual":
             kind = load_part("extension", "residual").ResidualCycle
         return kind(self, drafter, mode)

@@ -9,9 +9,7 @@
 2. `SumRanks`, a step behind row-parallel projections, sums the ranks' outputs. CPUs add in fp32, in
    the order of the ranks. NCCL's order may vary with the number of rows from 3 ranks on, so near
    ties may differ.
-3. `VocabParallelHead` holds some tokens' rows of the LM head. The target's own token is the best of
-   the ranks' best (`RankCycle`, 16 bytes a node). Top-k, top-p, the residual rule and some draft
-   heads gather all scores.
+3. `VocabParallelHead` holds some tokens' rows of the LM head. The ranks gather all scores.
 4. Everything else, the draft and its noise included, is on every rank. All ranks see the same bits
    and decide the same, so nothing else is sent. No tree is chosen by speed, as clocks differ.
 
@@ -34,20 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import files.weights
-from decode import DecodeState
-from draft_tree import DecodedTokens, DraftTree
 from drafters import Drafter
 from files.checkpoint import Codes, TensorSource, scale_name
 from files.config import open_source, read_config
 from files.rank import Rank, this_rank
 from model import ModelConfig, Transformer
-from options import part_or
 from quantize import Quantization, fit_group
-from reference import Backend
-from run.clock import TimedCycle
 from run.heads import rows_of
 from run.ranks import collective_errors, refuse_torchrun
-from sampling import SamplingMode, SamplingTensors
 from steps import Merge, Project, Rows, Step, parameters_of
 
 # sizes of a `ModelConfig` of which every rank has an equal part
@@ -236,7 +228,7 @@ def split_lm_head(target: Transformer, presets: Sequence[Drafter]) -> None:
 lib = torch.library.Library("gpt_eagle", "FRAGMENT")
 # [...] -> [N, ...], the tensors of all ranks, in the order of the ranks
 lib.define("gather_ranks(Tensor x) -> Tensor")
-# the sum of the ranks' tensors, in x's dtype; the same bits on every rank
+# the sum of the ranks' tensors, in x's dtype, on CPUs in fp32; the same bits on every rank
 lib.define("sum_ranks(Tensor x) -> Tensor")
 
 
@@ -248,10 +240,7 @@ class SumRanks(Step):
     """
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        if rows.h.is_cuda:
-            return rows.put("h", torch.ops.gpt_eagle.sum_ranks(rows.h))
-        every = torch.ops.gpt_eagle.gather_ranks(rows.h.float())  # [ranks, B, T, F]
-        return rows.put("h", every.sum(0))
+        return rows.put("h", torch.ops.gpt_eagle.sum_ranks(rows.h))
 
 
 class VocabParallelHead(nn.Module):
@@ -267,60 +256,11 @@ class VocabParallelHead(nn.Module):
         first = dist.get_rank() * count
         ids = torch.arange(first, first + count).clamp(max=self.vocab - 1)
         self.part = rows_of(whole, ids)
-        device = next(chain(whole.parameters(), whole.buffers())).device
-        self.register_buffer("ids", ids.to(device))  # [ceil(V / N)] int64, the token of each output
 
     def forward(self, x: Tensor) -> Tensor:  # [..., F] -> [..., V] fp32
         every = torch.ops.gpt_eagle.gather_ranks(self.part(x))  # [N, ..., ceil(V / N)]
         scores = every.movedim(0, -2).flatten(-2)  # [..., N ceil(V / N)]
         return scores[..., : self.vocab].contiguous()
-
-    def best(
-        self,
-        x: Tensor,
-        rule: SamplingTensors | None,
-        noise: Tensor | None,
-        row: Tensor,
-        backend: Backend,
-    ) -> Tensor:
-        """Choose the best of this rank's own tokens, without top-k or top-p.
-
-        x: [B, N, F]; rule, noise, row: as for `Cycle.choose`; row: of the noise, [B, N]
-        Returns: [B, N, 2] fp64, the token's score and its id.
-        """
-        scores = self.part(x)  # [B, N, ceil(V / N)]
-        if noise is not None:
-            scores = rule.cut(scores, backend)
-            noise = noise.index_select(2, self.ids)
-        token = backend.best(scores, noise, row)
-        score = scores.gather(2, token[..., None])[..., 0]
-        if noise is not None:
-            score = score + noise.flatten(1).gather(1, row * noise.shape[2] + token)
-        return torch.stack((score.double(), self.ids[token].double()), -1)
-
-
-class RankCycle(part_or("extension", "shaped cycle", TimedCycle)):
-    """A cycle with a split LM head: it chooses the best of the ranks' best tokens."""
-
-    def choose(
-        self,
-        state: DecodeState,
-        text: DecodedTokens,
-        tree: DraftTree,
-        noise: Tensor | None,
-        features: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Choose as `Cycle.choose`. Top-k and top-p need all scores; else none are returned."""
-        if self.mode > SamplingMode.NOISY:
-            return super().choose(state, text, tree, noise, features)
-        head = self.target.lm_head
-        rule = state.sampling.needed(self.mode)
-        x = features[..., : self.target.config.dim]
-        own = head.best(x, rule, noise, tree.depths, self.backend)
-        score, token = torch.ops.gpt_eagle.gather_ranks(own).unbind(-1)  # [ranks, B, N]
-        # of equal scores the first rank's, which is the lowest token's
-        first = score.argmax(0, keepdim=True)
-        return token.gather(0, first)[0].long(), None
 
 
 def _gather_ranks(x: Tensor) -> Tensor:
@@ -330,7 +270,11 @@ def _gather_ranks(x: Tensor) -> Tensor:
     return every
 
 
-def _sum_ranks(x: Tensor) -> Tensor:
+def _sum_in_order(x: Tensor) -> Tensor:
+    return _gather_ranks(x.float()).sum(0)
+
+
+def _sum_by_nccl(x: Tensor) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     with collective_errors():
         dist.all_reduce(total)
@@ -339,7 +283,8 @@ def _sum_ranks(x: Tensor) -> Tensor:
 
 for _device_type in ("CPU", "CUDA"):
     lib.impl("gather_ranks", _gather_ranks, _device_type)
-lib.impl("sum_ranks", _sum_ranks, "CUDA")
+lib.impl("sum_ranks", _sum_in_order, "CPU")
+lib.impl("sum_ranks", _sum_by_nccl, "CUDA")
 fake = partial(torch.library.register_fake, lib=lib)
 fake("gpt_eagle::gather_ranks", lambda x: x.new_empty(dist.get_world_size(), *x.shape))
 fake("gpt_eagle::sum_ranks", lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))

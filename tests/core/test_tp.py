@@ -11,9 +11,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +21,6 @@ from safetensors.torch import save_file
 from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
-import decode
 from files import memory
 from files.checkpoint import Codes, TensorSource, scale_name
 from files.config import config_from, open_source, read_config
@@ -33,12 +30,10 @@ from files.weights import export_weights, load_model
 from helpers import GOLDEN, PROMPTS
 from model import Transformer, weight_names
 from quantize import Quantization
-from reference import TORCH
 from run import generate, ranks, tp
 from run.engine import Engine
-from run.options import DEMO, GenerateConfig, Sampling
+from run.options import DEMO, GenerateConfig
 from run.parsing import one_line_errors
-from sampling import SamplingMode, SamplingTensors
 from tp_cases import features
 
 ROOT = Path(tp.__file__).parents[1]
@@ -232,47 +227,6 @@ def test_a_rank_holds_its_share(quick, world, name):
         common += config.n_kv_heads * config.head_dim * sum(w.nbytes // w.shape[0] for w in wqkv)
     share = (sum(held.values()) - common) / world + common
     assert max(quick.found[world][name]["bytes"]) < 1.1 * share < 0.9 * sum(held.values())
-
-
-def test_scores_are_gathered_only_where_all_are_needed(quick):
-    """By a head that drafts with the target's LM head, and for top-p; the target's own tokens need none."""
-    every = {**quick.found[2], **quick.found[4]}
-    names = ("int8 vanilla", "int4 vanilla", "int8", "biases", "mixtral")
-    gathered = [every[name]["scores"] > 0 for name in names]
-    assert gathered == [False, False, True, True, True]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("world", [2, 4, 64])
-def test_the_best_of_the_ranks_best_is_the_best(monkeypatch, world, temperature):
-    """With equal scores within and across ranks, LM heads that are filled up, and ranks without a token of their own."""
-    torch.manual_seed(0)
-    vocab, rule = 97, SamplingTensors.from_params([Sampling(temperature)] * 2)
-    config = config_from(TINY | {"vocab_size": vocab, "num_hidden_layers": 1}, "LlamaForCausalLM")
-    target = Transformer(config)
-    whole = target.lm_head
-    whole.weight.data = torch.randint(-1, 2, whole.weight.shape).float()
-    features = torch.randint(-1, 2, (2, 300, config.dim)).float()
-    row = torch.randint(0, 3, (2, 300))
-    scores, noise = whole(features), None
-    if temperature:
-        noise = torch.randint(0, 3, (2, 3, vocab)).float()
-        scores = scores / temperature + noise.gather(1, row[..., None].expand(-1, -1, vocab))
-    assert ((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).any(), "some scores are equal"
-    mode = SamplingMode.NOISY if temperature else SamplingMode.GREEDY
-    cycle = SimpleNamespace(target=target, mode=mode, backend=TORCH)
-    cycle.scores = partial(decode.Cycle.scores, cycle)
-    inputs = (SimpleNamespace(sampling=rule), None, SimpleNamespace(depths=row), noise, features)
-    want, _ = decode.Cycle.choose(cycle, *inputs)
-    every = []
-    monkeypatch.setattr(tp.dist, "get_world_size", lambda: world)
-    for rank in range(world):
-        monkeypatch.setattr(tp.dist, "get_rank", lambda rank=rank: rank)
-        every.append(tp.VocabParallelHead(whole))
-    own = torch.stack([head.best(features, rule, noise, row, TORCH) for head in every])
-    monkeypatch.setattr(torch.ops.gpt_eagle, "gather_ranks", lambda x: own)
-    target.lm_head = every[0]
-    assert torch.equal(tp.RankCycle.choose(cycle, *inputs)[0], want)
 
 
 def test_what_ranks_refuse(quick):
