@@ -6,6 +6,7 @@ Not here: loading one (run/load.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,6 @@ from options import load_part, require
 from run.clock import TimedCycle
 from run.observer import DraftMethod, Observer
 from run.options import GenerateConfig, Sampling
-from run.tree_paths import DraftLimit
 from runtime import replace_fields
 from sampling import SamplingMode, SamplingTensors
 
@@ -100,20 +100,20 @@ class Engine(decode.Engine):
         """Return the value of an option: as loading chose it, else as the user asked."""
         return self.resolved.get(name, getattr(self.config, name))
 
-    def draft_limit(self, value: Any, name: str = "draft") -> DraftLimit:
-        """Return the bound of a request on its drafts: a number of tokens, or a tree. None: none.
+    def draft_limit(self, most: Any, name: str = "draft") -> float:
+        """Return the bound of a request on the drafted tokens of a cycle. None: there is none.
 
         name: of the request's option
-        Raises: ValueError where it is neither, or no tree is as small.
+        Raises: ValueError where it is no such number, or no tree is as small.
         """
-        limit = DraftLimit.parse(value)
-        smallest = self.presets[0]
-        least = smallest.size - 1
+        if most is None:
+            return math.inf
+        least = self.presets[0].size - 1
         why = ", as draft trees have one size here" if least else ""
-        kinds = f"a whole number from {least} on, or a tree as chain:4 or dynamic:6,8,32"
-        fault = f"{name} must be {kinds}{why}; it is {repr(value)[:50]}; leave it out"
-        require(limit is not None and limit.allows(smallest), fault)
-        return limit
+        kinds = f"a whole number from {least} on"
+        fault = f"{name} must be {kinds}{why}; it is {repr(most)[:50]}; leave it out"
+        require(type(most) is int and most >= least, fault)
+        return most
 
     def check_sampling(self, own: Sampling) -> None:
         """Check that the tokens that are named exist. Raises: ValueError."""

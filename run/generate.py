@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ from run.prompts import (
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary
-from run.tree_paths import ANY_TREE, DraftLimit
 
 
 @dataclass
@@ -130,13 +130,13 @@ class Batch:
         prompts: list,
         draws: list = (),
         guides: list = (),
-        draft_limit: DraftLimit = ANY_TREE,
+        draft_limit: float = inf,
     ):
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
         guides: masks of each prompt's answers (`Request.guide`), None for the engine's
-        draft_limit: of all requests
+        draft_limit: drafted tokens of a cycle, of all requests
         """
         self.engine = engine
         self.draft_limit = draft_limit
@@ -251,8 +251,7 @@ def generate(
     grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
     options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
         `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
-        prompt its own. `draft`: drafted tokens of a cycle at most, 0 for none, or the largest tree,
-        as "chain:4" or "dynamic:6,8,32"
+        prompt its own. `draft`: drafted tokens of a cycle at most, 0 for none
     Raises: ValueError for a prompt, a value or a grammar that cannot be used.
     """
     if isinstance(prompts, str):

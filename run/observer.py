@@ -24,7 +24,6 @@ from decode import Buffers, CycleResult, DecodeState
 from draft_tree import DrafterUpdate
 from drafters import Drafter, RootOnly
 from model import Transformer
-from run.tree_paths import DraftLimit
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +37,7 @@ class View:
     buffers: Buffers
     history: list[list[int]]  # every token of each sequence; during prefill, the cached part
     live: list[bool]  # whether each sequence decodes
-    draft_limits: list[DraftLimit]  # of the trees that each takes
+    draft_limits: list[float]  # drafted tokens that a cycle of each may have
 
     def run_step(self, key: Hashable, body: Callable[[DecodeState], Any]) -> Any:
         """Run a function of the state, which it may write in place. key: tells steps apart"""
@@ -69,10 +68,9 @@ class View:
     def limit(self) -> int:
         """The largest preset that a cycle may run."""
         limits = [limit for limit, live in zip(self.draft_limits, self.live) if live]
-        for number in range(len(self.presets) - 1, 0, -1):
-            if any(limit.allows(self.presets[number]) for limit in limits):
-                return number
-        return 0
+        most = max(limits, default=0)
+        fits = [number for number, preset in enumerate(self.presets) if preset.size - 1 <= most]
+        return max(fits, default=0)
 
 
 class Observer:

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import Any, NamedTuple
 
 from decode import PREFILL_CHUNK
@@ -31,7 +32,6 @@ from run.engine import Engine
 from run.options import Sampling
 from run.session import Session, common_prefix
 from run.stats import Stats
-from run.tree_paths import ANY_TREE, DraftLimit
 
 WORTH_A_WAIT = 64  # tokens that are soon cached; reading them takes about a step
 
@@ -51,7 +51,7 @@ class Request:
     decoder: StreamDecoder | None = None  # makes the text; None: there is none
     stops: Sequence[str] = ()  # texts that end the answer before them
     guide: Any = None  # masks the tokens of the answer; None: the engine's, if any
-    draft_limit: DraftLimit = ANY_TREE  # of its trees: `Session.configure`
+    draft_limit: float = inf  # drafted tokens of a cycle: `Session.configure`
     shows_half: bool = True  # an incomplete character at the end is U+FFFD; False: it is left out
     index: tuple[int, int, int] = (0, 0, 0)  # (prompt, sample, turn), for whoever asks
 

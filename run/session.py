@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import zip_longest
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,6 @@ from run.engine import Engine, mode_for
 from run.observer import Observer, View
 from run.options import Sampling
 from run.stats import Stats, sequence_memory
-from run.tree_paths import ANY_TREE, DraftLimit
 from runtime import (
     HostCopy,
     copy_into,
@@ -104,7 +103,7 @@ class Session(Loop):
         key = self.state.sampling
         for seq, (prompt, sample) in enumerate(noise_ids):
             key.prompt[seq], key.sample[seq] = prompt, sample
-        self.draft_limits = [ANY_TREE] * batch
+        self.draft_limits = [inf] * batch
         self.policy = engine.policy.for_session()
         self.observers = [self.policy]
         # `drafts.grammar.TextGuide`, which masks the tokens of a sequence; None: all may follow
@@ -163,13 +162,10 @@ class Session(Loop):
             for fault in (*self.guide_errors.values(), *self.nan_sequences.values()):
                 raise ValueError(fault)
 
-    def configure(
-        self, seq: int, params: Sampling, seed: int, draft_limit: DraftLimit = ANY_TREE
-    ) -> None:
+    def configure(self, seq: int, params: Sampling, seed: int, draft_limit: float = inf) -> None:
         """Set the parameters and the seed of an idle sequence; before, they are the engine's.
 
-        draft_limit: of its trees. A cycle drafts as the live sequence that takes most, or its
-            smallest preset
+        draft_limit: drafted tokens of a cycle. It has the largest bound of the live sequences
         """
         self.sampling[seq] = params
         self.draft_limits[seq] = draft_limit

@@ -1,46 +1,11 @@
-"""Draft trees as options beyond draft_tree.py's: a request's bound, a file's, Medusa's."""
+"""Draft trees as options beyond draft_tree.py's: a file's, Medusa's."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from draft_tree import MAX_NODES, NUMBERS, parse_tree
-
-
-class DraftLimit(NamedTuple):
-    """The largest tree that may draft for a request; by default any."""
-
-    tokens: float = math.inf  # drafted ones of a cycle
-    depth: float = math.inf
-    width: float = math.inf  # children of a node
-
-    def allows(self, tree: Any) -> bool:
-        """Return whether a tree is not larger. tree: has size, depth and width, as a `Drafter`"""
-        fits = tree.size - 1 <= self.tokens and tree.depth <= self.depth
-        return fits and tree.width <= self.width
-
-    @classmethod
-    def parse(cls, value: Any) -> DraftLimit | None:
-        """Read a number of drafted tokens, or a tree as `--tree` has it; None: it is neither."""
-        if value is None or type(value) is bool:
-            return cls(tokens=0) if value is False else cls()
-        if type(value) is int and value >= 0:
-            return cls(tokens=value)
-        shape = value.partition(":")[0] if isinstance(value, str) else ""
-        if shape not in ("chain", "dynamic"):  # others may be names of files
-            return None
-        try:
-            tree = parse_tree(value)
-        except ValueError:
-            return None
-        depth, width, size = (tree.get(name, math.inf) for name in NUMBERS)
-        return cls(size - 1, depth, 1 if shape == "chain" else width)
-
-
-ANY_TREE = DraftLimit()
+from draft_tree import MAX_NODES
 
 # Medusa's and Hydra's tree for 7B models, of the same name: 63 drafted nodes, as many as fit.
 # Source: the official code of arXiv 2401.10774 and 2402.05109.

@@ -24,7 +24,6 @@ from run.engine import Engine
 from run.options import GenerateConfig, Sampling
 from run.parsing import by_names
 from run.prompts import ContextOverflow, answer_room, check_ids
-from run.tree_paths import DraftLimit
 from server.batcher import Refusal
 from server.bodies import DRAWN, SHOWN, Body, Chat, Completion, as_whole, in_log, need, parsed
 from server.call_forms import Form, form_of
@@ -57,7 +56,7 @@ class RequestParams(NamedTuple):
     stops: list[str]
     guide: Any  # drafts.grammar.Grammar that the answers follow, or None
     tools: Tools | None
-    draft_limits: list[DraftLimit]  # of each prompt
+    draft_limits: list[float]  # drafted tokens of a cycle, of each prompt
     thinks: Tags | None  # of the thinking that the prompt opens
     shown: frozenset[int]  # control tokens that have a text: those of tags and calls
     dropped: int  # of the oldest messages of a chat or tokens of a prompt, for which is no room
@@ -172,8 +171,8 @@ class RequestReader:
                 most = limit if given == -1 else min(given, limit)
         return most
 
-    def _drafts(self, asked: Body, count: int) -> list[DraftLimit]:
-        """Read how many tokens a cycle of each prompt may draft, or by what tree; `count` prompts.
+    def _drafts(self, asked: Body, count: int) -> list[float]:
+        """Read how many tokens a cycle of each prompt may draft; `count` prompts.
 
         The texts are the same.
         """
@@ -186,7 +185,7 @@ class RequestReader:
         for most in map(as_whole, each):
             fault = "draft = false drafts no tokens; leave draft_tokens out"
             need(asked.draft is not False or not most, fault, "draft")
-            need(type(most) is not bool, "draft_tokens must be a number or a tree; use draft", name)
+            need(type(most) is not bool, "draft_tokens must be a number; use draft", name)
             try:
                 limits.append(self.engine.draft_limit(0 if asked.draft is False else most, name))
             except ValueError as error:

@@ -63,7 +63,7 @@ REFUSED = [
     (COMPLETION, {"allowed_token_ids": [281], "bad_words": ["self"]}, "allowed_token_ids", "leave one out"),
     (COMPLETION, {"dry_sequence_breakers": [1]}, "dry_sequence_breakers", "must be texts"),
     (COMPLETION, {"prompt": ["a", "b"], "draft_tokens": [0]}, "draft_tokens", "there are 2 prompts; give one for each"),
-    *[(COMPLETION, {"draft_tokens": bad}, "draft_tokens", "draft_tokens") for bad in (-1, True, "static", "9" * 10**4)],
+    *[(COMPLETION, {"draft_tokens": bad}, "draft_tokens", "draft_tokens") for bad in (-1, True, "chain:4", "9" * 10**4)],
     (COMPLETION, {"draft": False, "draft_tokens": 4}, "draft", "leave draft_tokens out"),
     *[(COMPLETION, {name: bad}, name, f"{name} = {json.dumps(bad)} is not served; leave it out") for name, bad in [
         ("suffix", "a"), ("ignore_eos", True), ("guided_json", {"type": "object"}), ("mirostat", 2), ("n_probs", 5), ("functions", [1])]],
