@@ -1,8 +1,7 @@
 """The ways to draft: values of --draft, the modules that load them, and what they take.
 
-Options (run/options.py, option_rules.py), loading (run/load.py) and benchmarks ask this table. A
-module has `load_method`, of (target, config, tokenizer), which returns a `DraftMethod`
-(run/observer.py).
+Options (run/options.py), loading (run/load.py) and benchmarks ask this table. A module has
+`load_method`, of (target, config, tokenizer), which returns a `DraftMethod` (run/observer.py).
 Not here: the methods themselves. No torch is imported.
 """
 

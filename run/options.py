@@ -3,7 +3,8 @@
 From the fields of `GenerateConfig` come the parser, the checks and the tables of docs/USAGE.md;
 `check` refuses what cannot work, so that Python callers and the command line get the same messages.
 The parts of `--tree` and the rarer parameters of sampling come last: they are options of a call
-from Python, of `/set` in a chat, and of requests. What an option needs is in run/option_rules.py.
+from Python, of `/set` in a chat, and of requests. Options that contradict each other are refused
+(`NEEDS`); one that another makes idle, as a top-k at temperature 0, is accepted.
 No torch is imported, so that a mistake is reported before it is.
 Not here: reading a command line (run/parsing.py); reading prompts (run/prompts.py).
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from draft_tree import (
     EAGLE1_PATHS,
@@ -41,13 +43,12 @@ from options import ROOT as ROOT
 from options import Options, part_or, require
 from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
-from run.option_rules import GROUP_SIZES as GROUP_SIZES
-from run.option_rules import GROWN, check_needs
 from run.parsing import check_values, flag_of, processors
 from run.tree_paths import MEDUSA_PATHS, read_tree
 
 check_switches = part_or("machine", "check_switches", lambda: None)
 DEPTH = 6  # levels of a tree by default
+GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
 MOST_BIAS = 100  # as OpenAI's
 MOST_BIASES = 1024  # tokens of a request with a bias
@@ -361,7 +362,13 @@ class GenerateConfig(Options):
             return self.children
         if self.accept != "residual":
             return "noise"
-        return "topk" if GROWN.met(self) else "sampled"
+        return "topk" if self.grows else "sampled"
+
+    @property
+    def grows(self) -> bool:
+        """Return whether the tree is grown, so that it has CHILDREN and NODES of its own."""
+        is_sized = spec_of(self).static_size_option and not self.tree_file
+        return is_sized or self.tree_shape in ("dynamic", "auto")
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
@@ -422,7 +429,7 @@ class GenerateConfig(Options):
 
     def _check_tree(self) -> None:
         """Check that the nodes of a tree are enough for its shape, and for `accept`."""
-        if GROWN.met(self):
+        if self.grows:
             if self.tree_topk and self.tree_size:  # which refuses too few candidates
                 DynamicTree(self.tree_depth or DEPTH, self.tree_topk, self.tree_size)
         elif self.accept == "residual":
@@ -432,6 +439,76 @@ class GenerateConfig(Options):
                 gap = f"ranks without gaps; before {path} another is missing: add it"
                 require(complete, f"--accept residual needs {gap}")
 
+
+# ---------------------------------------------------------------------- needs
+
+
+class Need(NamedTuple):
+    """A condition for options to work."""
+
+    names: tuple[str, ...]
+    # follows the option's name in the message; {0} is the options, {1} the trees of their draft
+    text: str
+    met: Callable[[GenerateConfig], Any]
+
+
+ABSENT = "is in the folder drafts/, which is not here; restore it, or drop that"
+# of several needs of an option the first that it misses is reported
+NEEDS = (
+    Need(("device",), "must be cpu or cuda; it is {0.device}",
+         lambda o: re.fullmatch(r"(cpu|cuda)(:\d+)?", o.device)),
+    Need(("group_size",), f"must be one of {(0, *GROUP_SIZES)}; it is {{0.group_size}}",
+         lambda o: o.group_size in GROUP_SIZES),
+    Need(("random",), "takes no --accept residual; drop one of them",
+         lambda o: o.accept == "exact"),
+    Need(("plain",), "is the opposite of --compile; drop one of them", lambda o: not o.compile),
+    Need(("draft",), "model needs --draft_checkpoint; name its directory",
+         lambda o: o.draft != "model" or o.draft_checkpoint),
+    Need(("head",), "does nothing with --draft {0.draft}; drop it", lambda o: spec_of(o).head),
+    Need(("draft_checkpoint",), "belongs to --draft model; add that", lambda o: o.draft == "model"),
+    Need(("datastore",), "belongs to --draft rest; add that", lambda o: o.draft == "rest"),
+    Need(("tree", "tree_file"),
+         "does nothing with --draft {0.draft}, which has no choice of trees; drop it",
+         lambda o: spec_of(o).trees != ()),
+    Need(("tree", "tree_file"), "cannot be {0.tree_shape} with --draft {0.draft}; use {1}",
+         lambda o: o.tree_shape in spec_of(o).trees),
+    Need(("tree",), f"auto {ABSENT}", lambda o: o.tree != "auto" or has_drafts()),
+    Need(("tree_file",), "{0.tree_file} is a static tree, not {0.tree}",
+         lambda o: o.tree in ("", "static")),
+    Need(("children",), "sampled would make a dynamic tree lossy; use --tree static",
+         lambda o: o.children != "sampled" or not o.grows),
+    Need(("accept",), "belongs to heads, draft models and --draft ngram; drop it",
+         lambda o: spec_of(o).residual),
+    # its tokens follow the tree, and --tree auto goes by a clock
+    Need(("accept",), "needs a tree of one size; --tree auto changes it: use --tree dynamic",
+         lambda o: o.tree != "auto"),
+    Need(("accept",), "residual needs a draft that does not read the target's noise; "
+         "drop --children noise", lambda o: o.children != "noise"),
+    Need(("accept",), "residual samples the children of static trees; drop --children topk",
+         lambda o: o.children != "topk" or o.grows),
+    Need(("prompt",), "is empty; give it some text", lambda o: o.prompt.strip()),
+    Need(("grammar",), ABSENT, lambda o: has_drafts()),
+    Need(("chat",), "renders text; it cannot go with prompt_ids",
+         lambda o: o.prompt_ids is None or o.chat == "none"),
+    Need(("system",), "belongs to a chat template; drop --chat none or prompt_ids",
+         lambda o: o.chat != "none" and o.prompt_ids is None),
+    Need(("num_samples", "batch_size", "compare", "json", "trace", "profile"),
+         "cannot go with --interactive, which is one conversation", lambda o: not o.interactive),
+)  # fmt: skip
+
+
+def check_needs(options: GenerateConfig) -> None:
+    """Check that every given option has what it needs. Raises: ValueError for one that has not."""
+    given = {f.name: f for f in fields(options) if getattr(options, f.name) != f.default}
+    for need in NEEDS:
+        for name in need.names:
+            if name in given:
+                trees = " or ".join(spec_of(options).trees)
+                fault = f"{flag_of(given[name])} {need.text.format(options, trees)}"
+                require(bool(need.met(options)), fault)
+
+
+# ---------------------------------------------------------------------- sampling
 
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_probability",

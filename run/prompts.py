@@ -17,7 +17,6 @@ from typing import Any
 
 from files.io import LocalError, parse_json, parse_jsonl, read_named
 from options import DEMO, one_line, parse_prompt_ids, require
-from run.option_rules import SAMPLED, needs_of
 from run.options import DEFAULT, SAMPLING, GenerateConfig, Sampling
 from run.parsing import SEVERAL, by_names
 
@@ -210,18 +209,8 @@ def with_options(
         each = {name: values[number] for name, values in several.items()}
         own = replace(config, **by_names(GenerateConfig, each))
         own.check_request()
-        fault = "num_samples has no effect at temperature 0; set temperature"
-        require(own.num_samples == 1 or own.temperature > 0, fault)
         engine.check_sampling(own.sampling)
         owns.append(own)
-    for f in fields(config):
-        if options.get(f.name, f.default) == f.default:
-            continue
-        for need in needs_of(f.name):
-            # one beside a temperature of 0 belongs to a row of calls
-            in_a_row = need is SAMPLED and "temperature" in options
-            has_effect = in_a_row or any(need.met(own) for own in owns)
-            require(has_effect, f"{f.name} {need.text.replace('--', '')}")
     return config, [(own.sampling, own.seed) for own in owns]
 
 

@@ -51,8 +51,6 @@ def read_command(argv: list[str] | None = None) -> QuantizeConfig:
         # it may be a head; a model is checked when it is read
         config = replace(config, checkpoint=str(fetched(config.checkpoint, is_head=True)))
         check_no_gguf(Path(config.checkpoint))
-        if config.group_size and config.quant != "int4":
-            raise ValueError("--group_size belongs to int4; leave it out")
         read_json(Path(config.checkpoint, "config.json"))
         check_apart(Path(config.checkpoint), Path(config.out))
         check_out(Path(config.out), config.overwrite)

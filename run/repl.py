@@ -35,7 +35,6 @@ from files.thinking import OnTerminal
 from run.drafted import Drafted, Spans
 from run.engine import Engine
 from run.methods import told_draft
-from run.option_rules import NOT_CHAT, needs_of
 from run.options import GenerateConfig
 from run.parsing import did_you_mean, read_settings
 from run.prompts import OF_A_CALL, answer_room, check_ids, for_one_answer
@@ -63,9 +62,7 @@ WITH_FILE = ("save", "load")
 WITH_TEXT = ("set", "system", *WITH_FILE)  # the others are turns where a text is behind them
 # the options that /set takes, each also a command
 OPTIONS: dict[str, Field] = {
-    f.name: f
-    for f in fields(GenerateConfig)
-    if f.name in OF_A_CALL and f.name not in NOT_CHAT.names
+    f.name: f for f in fields(GenerateConfig) if f.name in OF_A_CALL - {"num_samples"}
 }
 ALIASES = {f.metadata["alias"]: name for name, f in OPTIONS.items() if f.metadata["alias"]}
 NOTES_COLUMNS = 80  # at most
@@ -273,11 +270,7 @@ class Chat:
             except ValueError as error:
                 raise ValueError(str(error).replace("--", "/")) from None
             config = self.engine.config
-        said = f"{name} is {_shown(getattr(config, name))}"
-        for need in needs_of(name):
-            if not need.met(config):
-                said += f"; it {need.text.format(config).replace('--', '/')}"
-        say(f"[{said}]")
+        say(f"[{name} is {_shown(getattr(config, name))}]")
 
     def _system(self, text: str) -> None:
         engine = self.engine

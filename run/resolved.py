@@ -16,8 +16,7 @@ from files.machine import has_cpu_operators
 from files.weights import keeps_blocks
 from quantize import BLOCKS
 from run.methods import head_kinds
-from run.option_rules import check_needs
-from run.options import GenerateConfig
+from run.options import GenerateConfig, check_needs
 
 
 def tree_options(drafter: Drafter) -> dict[str, Any]:

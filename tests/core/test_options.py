@@ -158,7 +158,6 @@ MISTAKES = [
     (f"{WITH_HEAD} --tree dynamic:,,65", "NODES of --tree (tree_size) must be at most 64; it is 65"),
     (f"{WITH_HEAD} --tree dynamic:1,4,9", "lower NODES of --tree"),
     # needs: of sampling, of a draft, of a tree, of a run
-    (f"{OF_IDS} --num_samples 3", "--num_samples has no effect at temperature 0; set --temperature"),
     (f"{OF_IDS} --draft none --eagle {HEAD}", "--head does nothing with --draft none"),
     (f"{OF_IDS} --draft_checkpoint {TARGET}", "--draft_checkpoint belongs to --draft model"),
     (f"{OF_IDS} --draft model", "--draft model needs --draft_checkpoint"),
@@ -229,12 +228,6 @@ def test_mistakes_that_only_the_files_tell_are_one_line(capsys, line, message):
         ({"dry_sequence_breakers": ["a"] * 65, "dry_multiplier": 1.0}, "dry_sequence_breakers may have 64 texts, not 65"),
         ({"dry_sequence_breakers": 5}, "dry_sequence_breakers must be texts that are not empty; it is 5"),
         # needs
-        ({"typical_p": 0.9}, "typical_p has no effect at temperature 0; set --temperature"),
-        ({"xtc_threshold": 0.2} | SAMPLED, "xtc_threshold belongs to XTC; set xtc_probability"),
-        ({"dry_base": 2}, "dry_base belongs to DRY; set dry_multiplier"),
-        ({"repeat_last_n": 64}, "repeat_last_n belongs to penalties; set repetition_penalty"),
-        ({"tree": "static", "tree_topk": 3}, "CHILDREN of --tree (tree_topk) belongs to --tree dynamic"),
-        ({"tree": "static", "tree_depth": 3}, "LEVELS of --tree (tree_depth) belongs to dynamic trees and chains"),
         ({"tree": "chain", "tree_file": "x"}, "--tree x is a static tree, not chain"),
         ({"tree_file": "nowhere.json"}, "cannot read nowhere.json"),
         # rules of acceptance
@@ -250,6 +243,20 @@ def test_settings_that_cannot_work(settings, message):
     """From Python."""
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
+
+
+IDLE = [
+    {"top_k": 5, "top_p": 0.5, "num_samples": 2}, {"typical_p": 0.9, "xtc_threshold": 0.2}, {"dry_base": 2},
+    {"repeat_last_n": 64}, {"tree": "static", "tree_topk": 3, "tree_depth": 3}, {"group_size": 32}, {"seed": 7},
+    {"draft": "none", "eagle": "", "quant_draft": "int4"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", IDLE, ids=str)
+def test_options_that_others_make_idle_change_nothing(options):
+    base = {"checkpoint": TARGET, "eagle": HEAD, "device": "cpu", "max_new_tokens": 6}
+    want = generate(load(**base, tree="chain"), [[5, 17, 3]]).tokens[0]
+    assert {*map(tuple, generate(load(**base | options), [[5, 17, 3]]).tokens)} == {tuple(want)}
 
 
 @pytest.mark.parametrize("prompt", [None, 5, ["a", 5], [5, "a"], [None], [True, 5]], ids=repr)

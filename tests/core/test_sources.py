@@ -359,13 +359,8 @@ def test_traced_steps_give_the_same_tokens(make):
 
 FAULTS = [
     ({"draft": "recycling", "tree": "dynamic"}, "--tree cannot be dynamic with --draft recycling; use auto or static"),
-    (
-        {"draft": "recycling", "tree_depth": 3},
-        "belongs to dynamic trees and chains, not to a static one",
-    ),
     ({"draft": "recycling", "head": DEMO}, "--head does nothing with --draft recycling"),
     ({"draft": "recycling", "accept": "residual", "temperature": 1.0}, "--accept belongs to heads, draft models and --draft ngram"),
-    ({"draft": "lookahead", "tree_size": 9}, ".tree_size. does nothing with --draft lookahead"),
     ({"draft": "rest"}, "--draft rest needs its texts; add --datastore FILE"),
     ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
 ]  # fmt: skip

@@ -678,7 +678,6 @@ QUANTIZE_MISTAKES = {
     "group": ([*BASE, "--out", "OUT", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
     "group64": ([*BASE, "--out", "OUT", "--group_size", "64"], "group size 64 does not divide in_features 160 of .*down_proj.*use group_size=32"),
     "size": ([*BASE, "--out", "OUT", "--group_size", "48"], "--quant: the group size must be one of 32, 64, 128; it is 48"),
-    "group of int8": ([*BASE, "--out", "OUT", "--quant", "int8", "--group_size", "32"], "--group_size belongs to int4; leave it out"),
     "format": ([*BASE, "--out", "OUT", "--quant", "int3"], "invalid choice: 'int3'"),
     "no checkpoint": (["--out", "OUT"], "--checkpoint and --out are needed"),
     "no out": ([*BASE], "--checkpoint and --out are needed"),
@@ -787,10 +786,8 @@ IDS = ("--prompt_ids", "5,17", "--device", "cpu")
     [
         (["--quant", "int4", "--group_size", "128"], "int4 group size 128 does not divide in_features 64 of lm_head.weight; use group_size=32"),
         (["--quant", "int4", "--group_size", "64"], "does not divide in_features 160 of layers.0.w2.weight; use group_size=32"),
-        (["--group_size", "32"], "--group_size belongs to int4; add --quant int4"),
         (["--quant", "int4", "--group_size", "16"], "--group_size must be one of"),
         (["--quant", "int2"], "invalid choice"),
-        (["--quant_draft", "int4", "--draft", "none"], "--quant_draft does nothing with --draft none"),
         (["--quant_draft", "int4", "--group_size", "64", "--eagle", str(HEAD)], "64 does not divide in_features 160 of layers.0.w2"),
     ],
 )  # fmt: skip

@@ -693,7 +693,6 @@ MISTAKES = [
     ("speed --heads EMPTY --methods all", "has no head, draft model or datastore to measure"),
     ("speed --methods none,telepathy", "'telepathy'"),
     ("speed --methods eagle:ring", "--methods: eagle:ring: ring is no tree"),
-    ("speed --methods eagle:static:tree_size=9", "NODES of --tree (tree_size) belongs to --tree dynamic"),
     ("speed --options speed=9", "there is no option speed"),
     ("speed --temperatures warm", "must be a list of numbers"),
     ("speed --tasks riddles", "there is no riddles; name a file, or one of copy, demo, edit, gsm8k"),
