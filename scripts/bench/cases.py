@@ -309,15 +309,14 @@ class AttentionOptions(Timed):
 
 
 @dataclass(frozen=True)
-class PlansOptions:
+class PlansOptions(Options):
     """On CUDA, the fastest tiles of each matmul of a 7B: a table that decoding loads."""
 
-    out: str = option(str(ROOT / "backends/triton/measured"), "folder of the table")
+    out: str = option("", "file of the table; default: where decoding finds it")
 
     def check(self) -> None:
         """Check the options. Raises: ValueError."""
-        fault = f"--out {self.out} is no directory; make it, or name another"
-        require(Path(self.out).is_dir(), fault)
+        super().check()
         require(find_spec("triton") is not None, "Triton is not installed; pip install triton")
 
 

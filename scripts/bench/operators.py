@@ -111,12 +111,12 @@ def weight_of(kind: str, n: int, k: int, device: str) -> Any:
     return FORMATS[kind.partition("-")[0]].round(weight, ROUNDED[kind])
 
 
-def copy_of(weight: Any, pages: HugePages) -> Any:
-    """Return a copy of a weight; its large tensor lies in huge pages on a CPU."""
+def copy_of(weight: Any, pages: HugePages | None = None) -> Any:
+    """Return a copy of a weight. pages: for its large tensor"""
     if not isinstance(weight, Tensor):
         scale = None if weight.scale is None else weight.scale.clone()
         return weight._replace(data=copy_of(weight.data, pages), scale=scale)
-    if weight.device.type != "cpu":
+    if pages is None:
         return weight.clone()
     return pages.empty(weight.shape, weight.dtype).copy_(weight)
 
@@ -146,7 +146,7 @@ def measure_shape(shape: str, config: LinearOptions, device: str, report: Report
     runs = {}
     beside = {}
     read_bytes = {}
-    pages = HugePages()
+    pages = HugePages() if device == "cpu" else None
     for kind in config.kinds.split(","):
         first = weight_of(kind, n, k, device)
         weights = [copy_of(first, pages) for _ in range(copies_of(bytes_of(first)))]

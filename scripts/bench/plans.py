@@ -4,8 +4,8 @@ Each matmul of a layer, with the work behind it in the same launch (backends/tri
 the splits first, one number for all rows, then the tile for 1, 32 and 64 rows (`choose`). A tile
 whose result has other bits than the estimated one's is refused. Each plan takes about half a second
 to compile, and is timed alone: medians in captured graphs over 200 MB of different weights, as in
-operators.py. The table is written to --out behind every matmul, under the name that plans.py reads.
-Copied to backends/triton/measured/ it holds for all later runs on such a GPU.
+operators.py. The table is written behind every matmul; in backends/triton/measured/, under the name
+of the device, it holds for all later runs on such a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from backends.triton.qmatmul import ProductPlan, plan_product, run_product
 from files.io import write_text
 from runtime import tensors_of
 from scripts.bench.cases import PlansOptions
-from scripts.bench.operators import Rotated, bytes_of, copies_of, require_cuda, weight_of
+from scripts.bench.operators import Rotated, bytes_of, copies_of, copy_of, require_cuda, weight_of
 
 LAYERS = {  # of a 7B: outputs and inputs
     "wqkv": (12288, 4096),
@@ -134,10 +134,9 @@ class Timer:
         # launches that are timed follow each other, as in one stream
         self.done = torch.zeros(COUNTERS, dtype=torch.int32, device=torch_device)
         self.gpu = Gpu(device, self.done)
-        make = partial(weight_of, shape.form, shape.N, shape.K, torch_device)
-        first = make()
-        further = range(1, copies_of(bytes_of(first)))
-        self.weights = [parts_of(weight) for weight in (first, *(make() for _ in further))]
+        first = weight_of(shape.form, shape.N, shape.K, torch_device)
+        count = copies_of(bytes_of(first))
+        self.weights = [parts_of(copy_of(first)) for _ in range(count)]
         self.inputs: dict[int, Tensor] = {}  # by rows
         self.results: dict[tuple, list[Tensor]] = {}  # by rows and splits
 
@@ -203,7 +202,7 @@ def run(config: PlansOptions) -> None:
     """Time, print, write the table."""
     require_cuda()
     device = device_of(torch.cuda.current_device())
-    file = Path(config.out) / file_name(device.name)
+    file = Path(config.out) if config.out else FOLDER / file_name(device.name)
     chosen_plans: dict[str, MeasuredProduct] = {}
     for shape in shapes_of():
         time_of = Timer(shape, device)
@@ -213,4 +212,4 @@ def run(config: PlansOptions) -> None:
             chosen_plans[shape.key] = chosen
         write_text(str(file), to_json(device.name, chosen_plans))
         del time_of  # gigabytes
-    print(f"{file}: {len(chosen_plans)} matmuls; in {FOLDER} they hold on every {device.name}")
+    print(f"{file}: {len(chosen_plans)} matmuls")

@@ -16,8 +16,6 @@ Not here: the command (scripts/train_head.py).
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,11 +26,11 @@ from tqdm import tqdm
 from files.chat import PROBE
 from files.checkpoint import saved_quantization
 from files.config import read_raw
-from files.io import is_gguf, read_jsonl
+from files.io import is_gguf
 from run.generate import load, text_of
 from run.options import ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
-from scripts.bench.common import repeated
+from scripts.bench.common import Log, repeated
 from scripts.train import prompts
 from scripts.train.prompts import GIVEN, OWN, SHARES, Filter
 from scripts.train.train_options import HeadConfig
@@ -119,7 +117,7 @@ class Run:
         """
         self.config = config
         self.filter = filter
-        self.file = Path(config.out, "answers", "answers.jsonl")
+        self.log = Log(str(Path(config.out, "answers", "answers.jsonl")), "--out")
         self.shares = shares(config.given)
         self.engine = load(decoding(config))
         self.scheduler = Scheduler(self.engine)
@@ -132,7 +130,7 @@ class Run:
         self.done: set[str] = set()  # first turns with a line
         self.attempts = 0  # prompts that the model has written
         self.misses = 0  # of those, the last ones in a row that were not used
-        for row in self._read():
+        for row in self.log.rows:
             self._count(row)
             self.done.add(row["turns"][0])
             if row["source"] == OWN:
@@ -146,20 +144,11 @@ class Run:
         """Return prompts in an order that depends on their texts and the seed alone."""
         return sorted(texts, key=lambda turns: hashed(f"order {SEED} {turns[0]}"))
 
-    def _read(self) -> list[dict]:
-        """Read the rows. Writes: the file, without a torn last line."""
-        data = self.file.read_bytes() if self.file.is_file() else b""
-        end = data.rfind(b"\n") + 1
-        if end < len(data):
-            os.truncate(self.file, end)
-        return read_jsonl(self.file, "--out") if end else []
-
     def _write(self, dialogue: PendingDialogue) -> None:
         """Write a finished dialogue. Writes: the file, the counts."""
         row = dialogue.row()
         self._count(row)
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self.log.add([row])
 
     def _count(self, row: dict) -> None:
         fate = "empty or like an evaluation prompt"

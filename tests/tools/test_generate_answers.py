@@ -187,7 +187,7 @@ def test_a_killed_run_goes_on_where_it_was(sources, monkeypatch):
         write(self, dialogue)
         if len(rows_of(cut)) % 5 == 4:
             kills.append(1)
-            self.file.write_bytes(self.file.read_bytes()[:-9])
+            self.log.path.write_bytes(self.log.path.read_bytes()[:-9])
             raise KeyboardInterrupt
 
     monkeypatch.setattr(answer.Run, "_write", torn)
@@ -264,7 +264,7 @@ def test_conversations_go_on_while_answers_are_good(sources, made_up):
     assert found["Tell 2."]["answers"] == [] and found["Tell 0."]["answers"] == ["yes"] * 3
     assert found["Tell 0."]["answer_ids"] == (word + END) * 3
     assert "answers: 4 prompts, 3 used; dropped: 1 looping" in run.lines()
-    dialogues = data.read_dialogues(run.file)
+    dialogues = data.read_dialogues(run.log.path)
     first = next(d for d in dialogues if d.turns[0] == "Tell 0.")
     _, marks = data.marked_tokens(first, TOKENIZER, run.engine.template)
     assert sum(marks) >= 3 * len(word), "all three answers are trained on"
@@ -284,7 +284,7 @@ def test_training_reads_the_answers_with_their_tokens(sources, made_up):
     assert len(own) == len(set(own)) > 5 and answer.Run(config, {}, Filter(set())).attempts == max(
         own
     )
-    for d, row in zip(data.read_dialogues(run.file), rows):
+    for d, row in zip(data.read_dialogues(run.log.path), rows):
         if len(d.turns) > 1:
             continue
         ids, mask = data.marked_tokens(d, TOKENIZER, run.engine.template)

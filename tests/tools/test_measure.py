@@ -718,7 +718,7 @@ MISTAKES = [
     ("start --lengths 5,x", "--lengths must be different whole numbers from 1 on, as 1,4; it is '5,x'"),
     ("race --checkpoint DEMO --out EMPTY/race.svg", "checkpoints/demo has no chat template; name another"),
     ("attention", "no CUDA device; run it on one that has"),
-    ("plans --out nowhere", "--out nowhere is no directory; make it, or name another"),
+    ("plans --out nowhere/x.json", "--out: cannot write nowhere/x.json"),
     *((f"speed --tasks {text}", message) for text, message in [
         ('{"id": "x", "task": "a", "turns": ["t"]', "line 3 is not valid JSON"),
         ('{"id": "x", "task": "a", "turns": []}', "line 3: a row must be like"),

@@ -112,5 +112,5 @@ def test_the_whole_sweep_writes_what_it_has_so_far(folder, monkeypatch):
     for name, value in (("is_available", True), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with pytest.raises(ZeroDivisionError):
-        plans.run(PlansOptions(out=str(folder)))
+        plans.run(PlansOptions(out=str(folder / file_name(DEVICE.name))))
     assert [*measured_on(DEVICE.name)] == [shape.key for shape in SHAPES[:-1]]
