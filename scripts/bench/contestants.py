@@ -57,20 +57,23 @@ SHORT = 2  # new tokens of the run of gpt-fast whose time is taken off
 class Outcome:
     """One group of prompts, decoded."""
 
+    stats: Stats  # of another runtime: no times of drafting and verifying
     texts: list[list[int]]  # new tokens of each answer
-    tokens: int  # after the first ones
-    prefill_s: float
-    decode_s: float
-    cycles: int
-    accept_lengths: list[list[int]]  # of every cycle, by sequence; the bonus is not counted
-    verify_s: float = 0.0  # 0: unknown
-    draft_s: float = 0.0
     identical: tuple[bool, ...] = ()  # by answer, where another contestant's tokens are due
 
     @property
     def rate(self) -> float:
         """Tokens per second; 0 where the first token was the last one."""
-        return self.tokens / self.decode_s if self.decode_s else 0.0
+        return self.stats.tokens / self.stats.decode_s if self.stats.decode_s else 0.0
+
+    @property
+    def accept_lengths(self) -> list[list[int]]:
+        """The accepted drafts of every cycle, by sequence; the bonus is not counted."""
+        found: dict[int, list[int]] = {}
+        sequences = (seq for live in self.stats.live_sequences for seq in live)
+        for seq, length in zip(sequences, self.stats.accept_lengths):
+            found.setdefault(seq, []).append(length)
+        return list(found.values())
 
     @property
     def repeated(self) -> list[float]:
@@ -115,20 +118,7 @@ def ours(engine: Engine) -> Contestant:
             batch.stats = stats
             known = len(batch.entries)
             batch.decode_all(batch.groups[number])
-            lengths: dict[int, list[int]] = {}  # accept lengths by sequence
-            sequences = (seq for live in stats.live_sequences for seq in live)
-            for seq, length in zip(sequences, stats.accept_lengths):
-                lengths.setdefault(seq, []).append(length)
-            return Outcome(
-                texts=[entry.tokens for entry in batch.entries[known:]],
-                tokens=stats.tokens,
-                prefill_s=stats.prefill_s,
-                decode_s=stats.decode_s,
-                verify_s=stats.verify_s,
-                draft_s=stats.draft_s,
-                cycles=len(stats.live_sequences),
-                accept_lengths=list(lengths.values()),
-            )
+            return Outcome(stats, [entry.tokens for entry in batch.entries[known:]])
 
         return run
 
@@ -160,10 +150,14 @@ class TokenClock:
         (first, count), *later = self.puts[skip:]
         tokens = sum(n for _, n in later)
         assert tokens + count == sum(map(len, texts)), (self.puts, texts)
-        decode_s = later[-1][0] - first if later else 0.0
-        accepted = [n // len(texts) - 1 for _, n in later]
-        lengths = [accepted] * len(texts)
-        return Outcome(texts, tokens, first - self.began, decode_s, len(later), lengths)
+        stats = Stats(
+            accept_lengths=[n // len(texts) - 1 for _, n in later for _ in texts],
+            live_sequences=[list(range(len(texts)))] * len(later),
+            tokens=tokens,
+            prefill_s=first - self.began,
+            decode_s=later[-1][0] - first if later else 0.0,
+        )
+        return Outcome(stats, texts)
 
 
 class Peers:
@@ -176,7 +170,6 @@ class Peers:
         self.size = size
         self.folder = folder
         self.llama: dict[str, LlamaCpp] = {}  # by format
-        self.model: Any = None  # of transformers
 
     def make(self, name: str) -> Contestant:
         """Return a contestant. Raises: ValueError where its files do not fit."""
@@ -191,8 +184,8 @@ class Peers:
         elif variant == "7b":
             decode_group = run_transformers(random_transformers(self.config.device), self.config)
         else:
-            self.model = self.model or load_transformers(self.config, self.target)
-            decode_group = run_transformers(self.model, self.config)
+            model = load_transformers(self.config, self.target)
+            decode_group = run_transformers(model, self.config)
             same_as = "transformers"
 
         def start(prompts: list[list[str]]) -> Run:
@@ -351,6 +344,7 @@ def run_gpt_fast(config: SpeedOptions) -> DecodeGroup:
         first_s = seconds(prompt, SHORT)
         decode_s = seconds(prompt, config.max_new_tokens) - first_s
         tokens = config.max_new_tokens - SHORT
-        return Outcome([[]], tokens, first_s, decode_s, tokens, [[0] * tokens])
+        steps = Stats(accept_lengths=[0] * tokens, live_sequences=[[0]] * tokens)
+        return Outcome(replace(steps, tokens=tokens, prefill_s=first_s, decode_s=decode_s), [[]])
 
     return run

@@ -36,7 +36,7 @@ from run.engine import Engine
 from run.generate import encode, load
 from run.methods import head_kinds
 from run.options import GenerateConfig, pick_device
-from run.stats import peak_memory_bytes
+from run.stats import Stats, peak_memory_bytes
 from scripts.bench.cases import SpeedOptions, is_peer
 from scripts.bench.common import Log, Series, environment, pass_bytes, read_bandwidth
 from scripts.bench.contestants import Contestant, Outcome, Peers, Run, ours, with_config
@@ -46,6 +46,7 @@ from scripts.bench.tasks import conversations
 
 FORMS = {"gsm8k": "Question: {}\nAnswer:"}  # for base models, as in training; chats get the turns
 CEILING_RUNS = 5
+TOTALS = ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens")  # of a line, over its rounds
 KEYS = ("task", "method", *Setting._fields)  # of a line of the log
 
 
@@ -118,22 +119,22 @@ def speed(name: str, rounds: list[dict[str, Outcome]]) -> dict[str, Any]:
     ratios = [one.rate / p for one, p in zip(mine, plain) if one.rate and p]
     rate = Series.quartiles([one.rate for one in mine if one.rate] or [0.0])
     ratio = Series.quartiles(ratios) if ratios else None
-    total = {
-        key: sum(getattr(one, key) for one in mine)
-        for key in ("decode_s", "draft_s", "verify_s", "prefill_s", "tokens", "cycles")
-    }
-    total["cycles"] = max(total["cycles"], 1)
-    rest_s = total["decode_s"] - total["draft_s"] - total["verify_s"]
+    stats = Stats()
+    for one in mine:
+        stats.add(one.stats)
+    cycles = max(len(stats.live_sequences), 1)
+    rest_s = stats.decode_s - stats.draft_s - stats.verify_s
     return {
         "tokens_per_s": rate.median,
         "tokens_per_s_quartiles": rate[1:],
         "speedup": ratio.median if ratio else None,
         "speedup_quartiles": ratio[1:] if ratio else None,
-        "first_ms": statistics.median(one.prefill_s for one in mine) * 1e3,
-        "draft_ms": total["draft_s"] / total["cycles"] * 1e3,
-        "verify_ms": total["verify_s"] / total["cycles"] * 1e3,
-        "rest_ms": rest_s / total["cycles"] * 1e3,
-        **total,
+        "first_ms": statistics.median(one.stats.prefill_s for one in mine) * 1e3,
+        "draft_ms": stats.draft_s / cycles * 1e3,
+        "verify_ms": stats.verify_s / cycles * 1e3,
+        "rest_ms": rest_s / cycles * 1e3,
+        **{name: getattr(stats, name) for name in TOTALS},
+        "cycles": cycles,
         "runs": len(mine),
     }
 

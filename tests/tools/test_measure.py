@@ -23,6 +23,7 @@ from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
+from run.stats import Stats
 from scripts import measure as program
 from scripts.bench import contestants, fidelity, operators, pictures, start
 from scripts.bench import speed as bench
@@ -386,7 +387,7 @@ def test_random_weights_of_another_runtime(monkeypatch):
     config = SpeedOptions(max_new_tokens=5, device="cpu")
     model = contestants.random_transformers("cpu")
     outcome = contestants.run_transformers(model, config)([[3, 900, 77], [1]])
-    assert [len(text) for text in outcome.texts] == [5, 5] and outcome.tokens == 8
+    assert [len(text) for text in outcome.texts] == [5, 5] and outcome.stats.tokens == 8
 
 
 def test_identical_is_said_of_each_runtime():
@@ -398,7 +399,7 @@ def test_identical_is_said_of_each_runtime():
     due = {"none": "none", "ngram": "none", "eagle:residual": "", "gpt-fast:int4": ""}
 
     def run(text):
-        return lambda number: Outcome([text], 1, 0.5, 0.1, 1, [[0]])
+        return lambda number: Outcome(Stats(), [text])
 
     made = {name: contestants.Contestant(None, due.get(name, "llama.cpp:file")) for name in texts}
     done = bench.run_round({name: run(text) for name, text in texts.items()}, made, 3)
@@ -413,8 +414,8 @@ def test_token_clock_counts_what_comes_together():
     clock.began = 1.0
     clock.puts = [(1.1, 7), (1.5, 1), (2.0, 3), (2.5, 2)]  # the first brings the prompt
     outcome = clock.outcome([[9] * 6], skip=1)
-    assert outcome.prefill_s == pytest.approx(0.5) and outcome.accept_lengths == [[2, 1]]
-    assert outcome.rate == pytest.approx(5) and outcome.cycles == 2
+    assert outcome.stats.prefill_s == pytest.approx(0.5) and outcome.accept_lengths == [[2, 1]]
+    assert outcome.rate == pytest.approx(5) and len(outcome.stats.live_sequences) == 2
     clock.puts = [(1.1, 8), (1.5, 2), (2.0, 2), (2.5, 2)]  # two rows of one token each
     outcome = clock.outcome([[9] * 3] * 2, skip=1)
     assert outcome.rate == pytest.approx(4) and outcome.accept_lengths == [[0, 0]] * 2
