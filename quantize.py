@@ -460,6 +460,7 @@ class TensorSource:
     readers: dict[str, Callable[[], Tensor]]  # every tensor's name, and a function that reads it
     # weights quantized by another library, which have no reader, and functions that unpack them
     quantized: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+    loader: type[Loader] | None = None  # in place of the usual one
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor. dtype: what the caller rounds it to; a source may do that already
@@ -534,13 +535,12 @@ def load_weights(
 
     names: our parameter -> the tensors that it is made of
     ignored: returns whether a further tensor in the files may stay unused
-
     Returns: `storage.quant` with the group size that was used.
     Raises: ValueError that names every missing, unexpected or mis-shaped weight.
     Writes: the parameters; with `storage.quant`, linear layers hold packed weights. At most one
     parameter exists twice at any moment.
     """
-    kind = part_or("reader", "loader", Loader)
+    kind = files.loader or part_or("reader", "loader", Loader)
     return kind(files, storage).load(model, names, ignored)
 
 

@@ -3,8 +3,8 @@
 The time of a step depends on a model's shape and not on its numbers, so that a rate on a GPU needs
 no file. The text means nothing.
 
-1. `RandomWeights` makes every tensor in memory when it is read, in the layers' own shapes. The row
-   of token t in the embedding is that of token t + 1 in the LM head: vanilla counts upwards.
+1. `RandomLoader` makes every weight in its layer's own shape, on its device. The row of token t in
+   the embedding is that of token t + 1 in the LM head: vanilla counts upwards.
 2. `OracleDrafter` runs an EAGLE-2 head of the target's shape, which takes a trained one's time, and
    puts the next token of the text among the children where `RATES` says that a head finds it.
 
@@ -16,20 +16,20 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draft_tree import DynamicTree, Scores, StaticTree
 from drafters import DraftInputs
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, fill
 from files.checkpoint import TensorSource
 from files.config import EMBEDDING, LM_HEAD, config_from, read_config, read_raw
 from files.io import read_json
-from model import DTYPES, ModelConfig, Transformer, weight_names
+from files.weights import CheckpointLoader
+from model import DTYPES, Transformer
 from options import log_note, require
 from quantize import Quantization
 from run.heads import draft_lm_head
@@ -88,69 +88,60 @@ def raw_config(shape: str) -> dict[str, Any]:
     return raw | {"tie_word_embeddings": False}  # the LM head has the rows one further
 
 
-def tensor_sizes(
-    module: nn.Module, names: dict[str, tuple[str, ...]], config: ModelConfig
-) -> dict[str, tuple[int, ...]]:
-    """Return the size of every tensor that the parameters of a module are made of.
+class RandomLoader(CheckpointLoader):
+    """Makes every weight in its shape: the same for a name, a shape and a device."""
 
-    names: of the tensors, by parameter
-    """
-    found = {}
-    for ours, theirs in names.items():
-        size = tuple(module.get_parameter(ours).shape)
-        count = len(theirs)
-        if len(size) > 1 and count >= size[0] > 1:  # of experts
-            count //= size[0]
-            size = size[1:]
-        rows = size[0] // count
-        heights = [rows] * (count - 1) + [size[0] - rows * (count - 1)]
-        if ".wqkv." in ours and count == 3:
-            usual = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-            keys = config.n_kv_heads * config.head_dim * (size[0] // usual)  # or wider heads
-            heights = [size[0] - 2 * keys, keys, keys]
-        for number, name in enumerate(theirs):
-            found[name] = (heights[number % count], *size[1:])
-    return found
+    files: RandomWeights
+
+    def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:
+        """Do nothing: every tensor can be made."""
+
+    def join(
+        self,
+        names: tuple[str, ...],
+        shape: torch.Size,
+        dtype: torch.dtype | None,
+        value: Tensor | None = None,
+    ) -> Tensor:
+        """Make a weight, in place of the parts of a file. value: write and return this one"""
+        made = self.make(names[0], shape, dtype or self.files.dtype)
+        return made if value is None else value.copy_(made)
+
+    def make(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Make a tensor: rows of length 1, norms of ones, no biases.
+
+        The row of a token in the embedding is that of the next one in the LM head.
+        """
+        numbers = torch.empty(shape, dtype=dtype, device=self.storage.device)
+        if name.endswith("bias"):
+            return numbers.zero_()
+        if len(shape) == 1:
+            return numbers.fill_(1.0)
+        if name == EMBEDDING:
+            numbers = self.make(LM_HEAD, shape, dtype)
+            numbers *= EMBEDDING_SIZE * math.sqrt(shape[1])
+            tokens = self.files.tokens
+            numbers[:tokens] = numbers[:tokens].roll(-1, 0)
+            return numbers
+        generator = torch.Generator(numbers.device).manual_seed(zlib.crc32(name.encode()))
+        high = math.sqrt(3 / shape[-1])
+        return numbers.uniform_(-high, high, generator=generator)
 
 
 class RandomWeights(TensorSource):
-    """Tensors that are made when they are read: the same for a name, a size and a device.
+    """The weights of a config.json, none of which is anywhere yet.
 
     tokens: those that the text has
     """
 
-    makes_tensors = True
+    loader = RandomLoader
 
-    def __init__(
-        self, raw: dict[str, Any], sizes: dict[str, tuple[int, ...]], device: str, tokens: int = 0
-    ):
-        self.path = Path(f"--random {raw.get('hidden_size', '')}")
+    def __init__(self, raw: dict[str, Any], layers: int, tokens: int = 0):
+        self.path = Path(f"--random {raw['hidden_size']}")
         self.config = raw
-        self.device = device
         self.tokens = tokens
         self.dtype = DTYPES.get(str(raw.get("torch_dtype")), torch.bfloat16)
-        self.readers: dict[str, Callable[[], Tensor]] = {
-            name: partial(self.make, name, size) for name, size in sizes.items()
-        }
-        if LM_HEAD in self.readers:
-            self.readers[EMBEDDING] = self.make_embedding
-
-    def make(self, name: str, size: tuple[int, ...]) -> Tensor:
-        """Make a tensor: rows of length 1, norms of ones, no biases."""
-        if len(size) == 1:
-            value = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(size, value, dtype=self.dtype, device=self.device)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
-        high = math.sqrt(3 / size[-1])
-        numbers = torch.empty(size, dtype=self.dtype, device=self.device)
-        return numbers.uniform_(-high, high, generator=generator)
-
-    def make_embedding(self) -> Tensor:
-        """Make the embedding: the row of a token is that of the next one in the LM head."""
-        rows = self.readers[LM_HEAD]()
-        rows *= EMBEDDING_SIZE * math.sqrt(rows.shape[1])
-        rows[: self.tokens] = rows[: self.tokens].roll(-1, 0)
-        return rows
+        self.readers = dict.fromkeys(map(str, range(layers)))  # which are counted, and not read
 
 
 def text_tokens(config: GenerateConfig, vocab_size: int) -> int:
@@ -175,19 +166,18 @@ def target_source(config: GenerateConfig) -> TensorSource:
         f"the weights are random, in the shape {config.random}: the text means nothing, and the "
         "head is right at the rates of drafts/random_model.py"
     )
-    with torch.device("meta"):
-        sizes = tensor_sizes(Transformer(own), weight_names(own), own)
-    return RandomWeights(raw, sizes, config.device, tokens)
+    return RandomWeights(raw, own.n_layers, tokens)
 
 
-def head_source(target: ModelConfig, device: str) -> TensorSource:
-    """Return the tensors of an EAGLE-2 head with one layer of LLaMA in the target's sizes."""
-    sizes = (target.dim, 1, target.n_heads, target.n_kv_heads, target.ffn_dim, target.vocab_size)
-    raw = dict(zip(SIZES, sizes)) | {"head_dim": target.head_dim, "torch_dtype": target.dtype}
-    own = EagleConfig(config_from(raw, "LlamaForCausalLM"))
+def random_head(target: Transformer, quant: Quantization | None) -> EagleHead:
+    """Make an EAGLE-2 head with one layer of LLaMA in the target's sizes."""
+    c = target.config
+    sizes = (c.dim, 1, c.n_heads, c.n_kv_heads, c.ffn_dim, c.vocab_size)
+    raw = dict(zip(SIZES, sizes)) | {"head_dim": c.head_dim, "torch_dtype": c.dtype}
     with torch.device("meta"):
-        head = EagleHead(own)
-    return RandomWeights(raw, tensor_sizes(head, head.weight_names(), own.model), device)
+        head = EagleHead(EagleConfig(config_from(raw, "LlamaForCausalLM")))
+    fill(head, target, RandomWeights(raw, 1), head.weight_names(), quant, lambda name: False)
+    return head
 
 
 # ---------------------------------------------------------------------------------------- the draft
@@ -244,8 +234,7 @@ class OracleDrafter(EagleDrafter):
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft eagle` with --random. Raises: ValueError for a tree that does not fit."""
     quant = Quantization.of(config.quant_draft, config.group_size)
-    source = head_source(target.config, str(target.norm.weight.device))
-    head = load_head(Path("--random"), target, quant, source=source)
+    head = random_head(target, quant)
     lm_head = draft_lm_head(target, head.quant)
     drafter = OracleDrafter(head, target, config.draft_tree, lm_head, children=config.child_rule)
     drafter.tokens = text_tokens(config, target.config.vocab_size)
