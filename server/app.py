@@ -55,7 +55,6 @@ from server.batcher import Batcher, Delta, Job, Refusal
 from server.bodies import SHOWN, Body, Chat, Completion
 from server.options import ServeConfig
 from server.parameters import RequestParams, RequestReader, no_model
-from server.prompt_pass import echoes
 from server.recommended import with_recommended_sampling
 from server.replies import ChatReply, Reply
 from server.responses import ResponseReply, Responses
@@ -158,11 +157,7 @@ class Server:
             asked = await asyncio.to_thread(self.reader.read, kind, body)
         reply = writer(asked, self.name, self.engine.tokenizer)
         pieces: asyncio.Queue[Delta | Refusal] = asyncio.Queue()
-        if asked.body.echo:
-            echoed = self.batcher.call(partial(echoes, self.engine, asked))
-            for piece in await asyncio.wrap_future(echoed):
-                pieces.put_nowait(piece)
-        jobs = self._jobs(asked, pieces) if asked.most else []
+        jobs = self._jobs(asked, pieces)
         self.batcher.submit(jobs)
         events = _events(pieces, jobs, reply)
         if asked.body.stream:
@@ -192,7 +187,6 @@ class Server:
         tokenizer = self.engine.tokenizer
         jobs = []
         for number, prompt in enumerate(asked.prompts):
-            echoed = tokenizer.decode(prompt, True) if asked.body.echo else ""
             for sample in range(0, samples, copies):
                 job = Job(
                     prompt,
@@ -207,7 +201,6 @@ class Server:
                     shows_half=False,
                     choice=number * samples + sample,
                     likeliest=asked.body.likeliest,
-                    before=len(echoed),
                     tell=tell,
                     wants_trees=asked.body.trees and asked.body.stream,
                 )
@@ -239,8 +232,7 @@ async def _events(
     pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
     """Yield the events of an answer as its pieces come. Raises: Refusal when the server ends."""
-    tokens = [0] * reply.asked.choices
-    open = len(tokens)
+    open = reply.asked.choices
     try:
         yield reply.begin()
         while open:
@@ -252,13 +244,12 @@ async def _events(
             if isinstance(piece, Refusal):
                 raise piece
             open -= piece.reason is not None
-            tokens[piece.choice] = piece.tokens
             event = reply.piece(piece)
             if event:
                 yield event
-        # of a prompt's answers the first one's: the tokens that were not read again
-        cached = sum(job.cached for job in jobs if job.choice % reply.asked.body.n == 0)
-        yield reply.end(tokens, cached)
+        # of a prompt's answers the first one's
+        reply.cached = sum(job.cached for job in jobs if job.choice % reply.asked.body.n == 0)
+        yield reply.end()
     finally:  # also when the client has left
         for job in jobs:
             job.left = True

@@ -4,7 +4,6 @@
 2. The thread hands jobs to a `Scheduler` (run/scheduler.py). After each step it passes the new text
    of every answer (`Delta`) to its job.
 3. A job whose client has left is cancelled before the next step.
-4. Prompts to echo (`Batcher.call`) are read between two steps.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drafts.logprobs import Logprob, Logprobs
 from options import log_note
@@ -45,7 +43,7 @@ class Scored(NamedTuple):
 
     id: int
     start: int  # characters of the answer before it
-    logprob: Logprob | None  # None: of a text's first token
+    logprob: Logprob
 
 
 class Drafts(NamedTuple):
@@ -67,15 +65,27 @@ class Drafts(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """The part of an answer that one step adds."""
+    """The part of an answer that one step adds, or several."""
 
     choice: int
-    text: str  # that has become certain
-    tokens: int  # so far
-    reason: str | None  # "stop" or "length" at the end of the answer
-    scored: list[Scored]  # the tokens that begin in the text, where the request asks for them
+    text: str  # that has become certain; of a chat what is neither thinking nor call
+    reason: str | None = None  # "stop" or "length" at the end of the answer
+    tokens: int = 0  # so far
+    scored: list[Scored] = []  # the tokens that begin in the text, where the request asks for them
     drafts: Drafts = Drafts()
     cut_by: str = ""  # at the end of an answer that was cut: "max_tokens" or "context"
+    thought: str = ""
+    calls: list[dict] = []  # of tools, as clients read them
+
+    def and_more(self, next: Delta) -> Delta:
+        """Return a part of an answer together with the one behind it."""
+        return next._replace(
+            text=self.text + next.text,
+            scored=self.scored + next.scored,
+            drafts=self.drafts.and_more(next.drafts),
+            thought=self.thought + next.thought,
+            calls=self.calls + next.calls,
+        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,7 +99,6 @@ class Job(Request):
     choice: int  # its number in the response
     likeliest: int | None  # tokens beside each log-probability; None: no log-probabilities
     tell: Callable[[Delta | Refusal], None]  # called by the batcher's thread
-    before: int = 0  # characters of the prompt, where the answer begins with it
     wants_trees: bool = False
     left: bool = False  # the client has left
     decoded: int = 0  # characters of all tokens
@@ -99,10 +108,10 @@ class Job(Request):
         """Return what a piece adds. logprobs, marks: of its tokens"""
         for id, text, logprob in zip(piece.tokens, piece.texts, logprobs or repeat(None)):
             if logprob is not None:
-                self.scored.append(Scored(id, self.before + self.decoded, logprob))
+                self.scored.append(Scored(id, self.decoded, logprob))
             self.decoded += len(text)
         scored = []
-        while self.scored and self.scored[0].start < self.before + len(self.text):
+        while self.scored and self.scored[0].start < len(self.text):
             scored.append(self.scored.popleft())
         count = len(piece.tokens)
         cycles = marks.cycles if self.wants_trees else repeat(0)
@@ -119,7 +128,7 @@ class Job(Request):
         if self.reason:
             reason = "stop" if self.reason == "stop" else "length"
         cut_by = {"length": "max_tokens", "context": "context"}.get(self.reason, "")
-        return Delta(self.choice, piece.text, len(self.tokens), reason, scored, drafts, cut_by)
+        return Delta(self.choice, piece.text, reason, len(self.tokens), scored, drafts, cut_by)
 
 
 class Batcher(threading.Thread):
@@ -136,7 +145,6 @@ class Batcher(threading.Thread):
         self.capacity = most + engine.config.batch_size
         self.new: list[Job] = []  # not handed to the scheduler yet
         self.jobs: list[Job] = []  # handed to it, and unfinished
-        self.calls: list[tuple[Callable[[], Any], Future]] = []
         self.changed = threading.Condition()  # guards the fields here
         self.open = True  # takes jobs
         self.failed = False  # decoding raised
@@ -153,21 +161,6 @@ class Batcher(threading.Thread):
                 )
             self.new += jobs
             self.changed.notify()
-
-    def call(self, work: Callable[[], Any]) -> Future:
-        """Run work that needs the model between two steps.
-
-        Returns: its result to come. Raises: Refusal when too much waits.
-        """
-        with self.changed:
-            if not self.open:
-                raise self._ended()
-            if len(self.calls) > self.most:
-                raise Refusal(429, f"{self.most} texts wait to be read already; try again later")
-            future: Future = Future()
-            self.calls.append((work, future))
-            self.changed.notify()
-            return future
 
     def close(self) -> None:
         """Let the thread end behind its step, with a refusal for every unfinished job."""
@@ -187,20 +180,8 @@ class Batcher(threading.Thread):
             self.open = False
             for job in (*self.jobs, *self.new):
                 job.tell(self._ended())
-            for _, future in self.calls:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(self._ended())
         if not self.failed:
             self.scheduler.close()
-
-    @staticmethod
-    def _call(work: Callable[[], Any], future: Future) -> None:
-        """Run work, unless its client has left. What it raises is its own request's alone."""
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
 
     def _counts(self) -> tuple[int, int]:
         """Count the answers that are decoded, and those that wait and whose clients are there."""
@@ -219,7 +200,7 @@ class Batcher(threading.Thread):
         Returns: False at the end.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self.jobs or self.new or self.calls or not self.open)
+            self.changed.wait_for(lambda: self.jobs or self.new or not self.open)
             for job in self.new:
                 self.scheduler.submit(job)
             self.jobs += self.new
@@ -234,10 +215,6 @@ class Batcher(threading.Thread):
         self.logprobs.want(job.place, job.likeliest)
 
     def _step(self) -> None:
-        if self.calls:
-            self._call(*self.calls[0])
-            with self.changed:
-                self.calls.pop(0)
         for piece in self.scheduler.step():
             self._tell(piece)
         self.scheduler.take_stats()  # which would grow for ever

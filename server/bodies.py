@@ -4,49 +4,51 @@
    text or a truth value is no number.
 2. The parameters of sampling have the rules of the options of these names (run/options.py), so that
    a model only writes them as the command line does; a message's further fields are the template's.
-3. Other names are ignored, and a line of the log has them. Those of `UNSERVED` are refused where
-   they hold anything, since the answer would be another one.
+3. Other names are ignored, and a line of the log has them. So are tools that are no functions, as
+   web_search, which a server would run itself. Names of `UNSERVED` are refused where they hold
+   anything, since the answer would be another one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 
 from drafts.grammar import schema_of
+from files.io import LocalError
+from options import require
 from run.options import Sampling
 from run.parsing import MOST
+from run.prompts import ContextOverflow
 from server.batcher import Refusal
 
 SHOWN = 100  # characters of a request that a message repeats, at most
 MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS = 256
-MOST_TOOLS = 128  # as OpenAI's
 DRAWN = -1  # a seed that is drawn, as in llama.cpp and vLLM
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 # parameters of other servers that ask for another answer
 UNSERVED = {
-    "audio", "functions", "grammar", "guided_choice", "guided_grammar", "guided_json",
+    "audio", "echo", "functions", "grammar", "guided_choice", "guided_grammar", "guided_json",
     "guided_regex", "ignore_eos", "json_schema", "logits_processors", "mirostat", "n_probs",
     "prompt_logprobs", "stop_token_ids", "structured_outputs", "suffix", "use_beam_search",
 }  # fmt: skip
 # those of sampling, with the name of llama.cpp for one of them
 SHAPING = {*Sampling._fields} - {"temperature", "top_k"} | {"repeat_penalty"}
-
-
 # variables of a template that the server sets itself
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 
@@ -55,6 +57,21 @@ def need(holds: bool, message: str, param: str | None = None) -> None:
     """Check a condition of a request. Raises: Refusal with status 400."""
     if not holds:
         raise Refusal(400, message, param)
+
+
+@contextmanager
+def refusing(param: str | None = None) -> Iterator[None]:
+    """Refuse a request for a ValueError of the block, without names of this machine's files.
+
+    param: that is wrong; None: the first word of the message, as the rules of options begin
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = error.plain if isinstance(error, LocalError) else str(error)
+        message = message.removeprefix("--")[: 5 * SHOWN]
+        code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+        raise Refusal(400, message, param or message.partition(" ")[0], code) from None
 
 
 def as_whole(value: Any) -> Any:
@@ -75,11 +92,6 @@ def as_sent(value: Any, check: Callable[[Any], Any]) -> Any:
     return value
 
 
-def in_log(names: Iterable[str]) -> str:
-    """Return names of a request for a line of the log: not all, and no control characters."""
-    return ", ".join(sorted(names))[: 3 * SHOWN].encode("unicode_escape").decode()
-
-
 def text_of(content: Any) -> Any:
     """Return the text of a message's content, which may come in parts.
 
@@ -91,8 +103,8 @@ def text_of(content: Any) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind else None
-        if not isinstance(text, str):
-            raise ValueError(f"a part of type {str(kind)[:SHOWN]} is not served; send text alone")
+        fault = f"a part of type {str(kind)[:SHOWN]} is not served; send text alone"
+        require(isinstance(text, str), fault)
         texts.append(text)
     return "".join(texts)
 
@@ -111,39 +123,51 @@ def arguments_of(value: Any) -> Any:
             value = ""
     if value is None or value == []:
         return {}
-    if not isinstance(value, dict):
-        raise ValueError("should be a JSON object")
+    require(isinstance(value, dict), "should be a JSON object")
     return value
 
 
 def _of_an_object(schema: dict) -> dict:
-    if schema.get("type", "object") != "object":
-        raise ValueError("should be a JSON schema of type object")
+    fault = "should be a JSON schema of type object"
+    require(schema.get("type", "object") == "object", fault)
     return schema
 
 
 def _not_reserved(variables: dict) -> dict:
-    if RESERVED & variables.keys():
-        taken = ", ".join(sorted(RESERVED & variables.keys()))
-        raise ValueError(f"cannot set {taken}; leave that out")
+    taken = sorted(RESERVED & variables.keys())
+    require(not taken, f"cannot set {', '.join(taken)}; leave that out")
     return variables
+
+
+def _listed(texts: Any) -> Any:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _not_zero(count: int) -> int:
+    require(count != 0, "should be at least 1")
+    return count
 
 
 def _prompts(prompt: Any) -> list:
     """Return the prompts of a request: one, a text or token ids, or a list of several."""
-    if isinstance(prompt, list):
-        prompt = [list(map(as_whole, p)) if isinstance(p, list) else as_whole(p) for p in prompt]
-    is_one = not isinstance(prompt, list) or not prompt or any(type(p) is int for p in prompt)
-    return [prompt] if is_one else prompt
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    if all(type(as_whole(id)) is int for id in prompts):
+        prompts = [prompts]
+    prompts = [[*map(as_whole, each)] if isinstance(each, list) else each for each in prompts]
+    for each in prompts:
+        is_ids = isinstance(each, list) and all(type(id) is int for id in each)
+        fault = "must be a text, a list of token ids, or a list of either"
+        require(isinstance(each, str) or is_ids, fault)
+    return prompts
 
 
 Whole = Annotated[int, BeforeValidator(as_whole)]
-Tokens = Annotated[Whole | None, Field(ge=-1, le=MOST)]
 Likeliest = Annotated[Whole, Field(ge=0, le=MOST_LIKELIEST)]
 Stop = Annotated[str, Field(max_length=256)]
-Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
 Text = Annotated[str, BeforeValidator(text_of)]
 Schema = Annotated[dict, AfterValidator(_of_an_object)]
+Drafted = Whole | str | None
 
 
 class Model(BaseModel):
@@ -188,11 +212,10 @@ class Message(Model):
 
     @model_validator(mode="after")
     def _has_its_parts(self) -> Message:
-        if self.role != "assistant":
-            if "content" not in self.model_fields_set:
-                raise ValueError("needs a text as its content")
-            if self.tool_calls:
-                raise ValueError("has tool_calls, which belong to an assistant message")
+        may_be_empty = self.role in ("assistant", "tool") or "content" in self.model_fields_set
+        require(may_be_empty, "needs a text as its content")
+        fault = "has tool_calls, which belong to an assistant message"
+        require(self.role == "assistant" or not self.tool_calls, fault)
         return self
 
     @property
@@ -220,7 +243,7 @@ class Function(Model):
 class Tool(Model):
     """A tool of a chat."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -233,43 +256,35 @@ class StreamOptions(Model):
 class Body(Model):
     """A request, in what completions and chats share."""
 
-    max_tokens: Tokens = None
-    max_completion_tokens: Tokens = None
-    n_predict: Tokens = None
+    # -1 is no bound, as in llama.cpp and LM Studio
+    max_tokens: Annotated[Whole, Field(ge=-1, le=MOST), AfterValidator(_not_zero)] | None = Field(
+        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
+    )
     n: Annotated[Whole, Field(ge=1)] = 1
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: Annotated[Whole | None, Field(ge=-1, le=MOST)] = None  # -1: all, as vLLM has it
     do_sample: bool | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**64 - 1)] = DRAWN
-    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Annotated[list[Stop] | None, Field(max_length=MOST_STOPS), BeforeValidator(_listed)] = (
+        None
+    )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: Annotated[dict | None, BeforeValidator(schema_of)] = None  # its schema
     draft: bool | None = None
-    draft_tokens: Any = None
+    draft_tokens: Drafted | list[Drafted] = None  # of each prompt
     trees: bool = False
     truncation: Literal["auto", "disabled"] = "disabled"
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _as_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
 
     @property
     def shaping(self) -> dict[str, Any]:
         """The parameters of sampling without rules here, as the command line has them."""
         extra = self.model_extra or {}
         given = {name: as_whole(value) for name, value in extra.items() if name in SHAPING}
-        if given.get("repeat_penalty") == given.get("repetition_penalty"):
-            given.pop("repeat_penalty", None)  # the same under both names
-        if "logit_bias" in given:
-            biases = given["logit_bias"]
-            is_object = isinstance(biases, dict)
-            need(is_object, 'logit_bias must be an object, as {"15043": -100}', "logit_bias")
-            given["logit_bias"] = {id: bias for id, bias in biases.items() if bias != 0}
-        for name in ("bad_words", "allowed_token_ids"):
-            if not given.get(name, True):  # false, or an empty list
-                given[name] = []
+        if "repetition_penalty" in given:
+            given.pop("repeat_penalty", None)
+        if given.get("bad_words") is False:
+            given["bad_words"] = []
         if isinstance(given.get("allowed_token_ids"), list):
             ids = map(as_whole, given["allowed_token_ids"])
             given["allowed_token_ids"] = ",".join(map(str, ids))
@@ -278,36 +293,31 @@ class Body(Model):
         return given
 
     @property
-    def ignored(self) -> frozenset[str]:
+    def ignored(self) -> set[str]:
         """The names that are not served."""
-        return frozenset(self.model_extra.keys() - SHAPING - UNSERVED - {"model"})
+        return self.model_extra.keys() - SHAPING - UNSERVED - {"model"}
 
 
 class Completion(Body):
     """A request for completions."""
 
     prompt: Annotated[list, BeforeValidator(_prompts)]
-    echo: bool = False
     add_special_tokens: bool = True
     add_bos_token: bool = True
-    logprobs: Likeliest | None = None
-
-    @field_validator("logprobs", mode="before")
-    @classmethod
-    def _no_flag(cls, asked: Any) -> Any:
-        return None if asked is False else asked
+    logprobs: Likeliest | Literal[False] | None = None
 
     @property
     def likeliest(self) -> int | None:
         """The tokens beside each log-probability; None: no log-probabilities."""
-        return self.logprobs
+        return None if self.logprobs is False else self.logprobs
 
 
 class Chat(Body):
     """A request for a chat's answers."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS), WrapValidator(as_sent)] = []
+    tools: Annotated[list[Tool], WrapValidator(as_sent)] = []
+    left_out: set[str] = set()  # tools and items of an input that are no function or text
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     logprobs: bool = False
@@ -315,11 +325,32 @@ class Chat(Body):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] = {}
     reasoning_effort: str | None = None
     include_reasoning: bool = True
-    enable_thinking: bool | None = None
-    think: bool | None = None  # ollama's name of it
+    # the second name is ollama's
+    enable_thinking: bool | None = Field(
+        None, validation_alias=AliasChoices("enable_thinking", "think")
+    )
     continue_final_message: bool | None = None
     add_generation_prompt: bool = True
-    echo: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_alone(cls, body: dict) -> dict:
+        """Put functions into the form of chats, also those of Responses; other tools are named."""
+        if not isinstance(body.get("tools"), list):
+            return body
+        functions = []
+        left_out = {*body.get("left_out", ())}
+        for tool in body["tools"]:
+            need(isinstance(tool, dict), "each of the tools must be an object", "tools")
+            kind = tool.get("type", "function")
+            if kind != "function":
+                left_out.add(f"{str(kind)[:SHOWN]} (tools)")
+            elif "function" in tool:
+                functions.append(tool)
+            else:
+                inner = {name: held for name, held in tool.items() if name != "type"}
+                functions.append({"type": "function", "function": inner})
+        return body | {"tools": functions, "left_out": left_out}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Chat:
@@ -331,6 +362,11 @@ class Chat(Body):
         name = "add_generation_prompt"
         need(getattr(self, name) or self.continues, f"{name} must be true here", name)
         return self
+
+    @property
+    def ignored(self) -> set[str]:
+        """The names that are not served, and the types of tools."""
+        return super().ignored | self.left_out
 
     @property
     def continues(self) -> bool:
@@ -352,8 +388,7 @@ class Chat(Body):
     @property
     def variables(self) -> dict[str, Any]:
         """The variables that the chat template gets beside the messages."""
-        thinks = self.think if self.enable_thinking is None else self.enable_thinking
-        named = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
+        named = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
         return without_nulls(named) | self.chat_template_kwargs
 
     def conversation(self, cut: int = 0) -> list[dict]:
@@ -388,8 +423,8 @@ def parsed(kind: type[Body], body: Any) -> Any:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    param = str(first["loc"][0])
     where = ".".join(map(str, first["loc"]))
+    param = str(first["loc"][0])
     need(first["type"] != "missing", f"{where} is missing", param)
     rule = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     rule = rule.removeprefix(f"{where} ")

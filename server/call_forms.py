@@ -8,8 +8,9 @@
    Seed-OSS).
 4. pairs: name{key:value} (Gemma 4) or [name(key=value)] (LFM2, LFM2.5).
 
-A form reads calls from a text that may go on, with other white space than the template's between
-their parts, and gives the grammar of a forced one. Not here: templates that write ids (Kimi-K2).
+A form reads calls from a text that may go on: a pattern for the head of a call, the tags before the
+name and the name, and one reader of arguments a kind. White space between their parts is free.
+It also gives the grammar of a forced call. Not here: templates that write ids (Kimi-K2).
 Sources: published chat templates; the parsers of vLLM and llama.cpp for what models write beside.
 """
 
@@ -49,81 +50,22 @@ FENCE = "```"
 KEYS = ("arguments", "parameters")  # of a JSON call that is not in the template's form
 OF_A_CALL = {"name", "type", "id"}  # its other keys
 RECIPIENT = "to=functions."  # of harmony: before a name
-CHANNELS = ("<|channel|>commentary ", "<|channel|>analysis ")  # that it may stand in
+# further ways to begin a call of harmony: a channel before the recipient, no namespace
+SLIPS = ("<|channel|>commentary ", "<|channel|>analysis ", "to=")
 CONSTRAIN = "<|constrain|>"  # of harmony: a control token that the model alone writes
-QUOTE = '<|"|>'  # of Gemma 4: around a text
 BRACKETS = {":": "{}", "=": "()"}  # around pairs, by what stands between key and value
 COMPOSED = {"$ref", "allOf", "anyOf", "oneOf"}  # keys of a schema with properties elsewhere
 DEEPEST = 8  # references that are followed to find a type
+REACH = 200  # characters within which a call names its tool, and its arguments begin
 
-SPACE = re.compile(r"\s*")
 SEPARATOR = re.compile(r"[\s,]*")
-# a text in quotes, perhaps with quotes that end nothing; another word
+LISTED = re.compile(r"\s*([,\]])\s*")  # behind a call in a list
+KEY = re.compile(r"""(?:<\|"\|>|["'])?([^:=]*?)(?:<\|"\|>|["'])?\s*[:=]""")
+# of pairs: a text between Gemma's marks; one in quotes, perhaps with quotes that end nothing
+# within; another word
+MARKED = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
 QUOTED = re.compile(r"""(['"])(?:[^\\]|\\.)*?\1(?=\s*[,)\]}])""", re.DOTALL)
 BARE = re.compile(r"""[^\s,)\]}'"][^,)\]}]*(?=[,)\]}])""")
-
-
-class Cursor:
-    """A place in a text that may go on.
-
-    Its methods read what comes next. They raise EOFError where the text ends before that is
-    certain, and ValueError where it is something else.
-    """
-
-    def __init__(self, text: str, at: int = 0, ended: bool = False):
-        """ended: nothing follows, and the model itself ended the text there"""
-        self.text = text
-        self.at = at
-        self.ended = ended
-
-    def take(self, *marks: str) -> str:
-        """Read one of some marks, and white space before it."""
-        begin = SPACE.match(self.text, self.at).end()
-        for mark in sorted(marks, key=len, reverse=True):
-            found = self.text[begin : begin + len(mark)]
-            if found == mark:
-                self.at = begin + len(mark)
-                return mark
-            if mark.startswith(found):
-                raise EOFError
-        raise ValueError
-
-    def passes(self, mark: str) -> bool:
-        """Return whether a mark comes next, behind white space and commas, which it reads."""
-        self.at = SEPARATOR.match(self.text, self.at).end()
-        try:
-            return self.take(mark) == mark
-        except ValueError:
-            return False
-
-    def up_to(self, mark: str) -> str:
-        """Read a text and the mark that ends it. Returns: the text"""
-        end = self.text.find(mark, self.at)
-        if end < 0:
-            raise EOFError
-        text = self.text[self.at : end]
-        self.at = end + len(mark)
-        return text
-
-    def match(self, pattern: re.Pattern) -> str:
-        """Read a text that matches a pattern."""
-        found = pattern.match(self.text, self.at)
-        if found is None:
-            raise EOFError
-        self.at = found.end()
-        return found[0]
-
-    def json(self) -> Any:
-        """Read a JSON object, in whose texts line breaks may be as they are.
-
-        Models that write files write them so.
-        """
-        self.take("{")
-        try:
-            value, self.at = json.JSONDecoder(strict=False).raw_decode(self.text, self.at - 1)
-        except (ValueError, RecursionError):
-            raise EOFError from None
-        return value
 
 
 # ----------------------------------------------------------------------------------- the form
@@ -152,34 +94,66 @@ class Form:
         opening = behind_thinking(self.opening)
         if self.kind == "object":
             return [tag for tag in [opening.strip().rstrip("[").rstrip()] if tag]
-        if not opening.endswith(RECIPIENT):
-            return _tags(opening)
-        bare = RECIPIENT.removesuffix("functions.")
-        return [RECIPIENT, *(each + to for each in CHANNELS for to in (RECIPIENT, bare))]
+        if opening.endswith(RECIPIENT):
+            return [RECIPIENT, *SLIPS]
+        return tags_of(opening)
 
-    @property
+    @cached_property
     def marks(self) -> list[str]:
         """The texts that announce a call; none: it is at the beginning of an answer."""
-        return [FENCE, *self.tags] if self.kind == "object" else self.tags
-
-    @property
-    def follows(self) -> str:
-        """The characters that begin a further call without its opening."""
-        return "{[" if self.kind == "object" else ""
+        if self.kind == "object":
+            return [FENCE, *self.tags]
+        return [tag + "to=" if tag.startswith("<|channel|>") else tag for tag in self.tags]
 
     @cached_property
     def ends(self) -> list[str]:
-        """The tags behind a call, and the empty text."""
+        """The tags behind a call."""
         if self.kind != "object":
-            return ["", *_tags(self.closing)]
+            return tags_of(self.closing)
         end = self.closing.strip().lstrip("]").lstrip()
-        return ["", FENCE, *([end] if end else [])]
+        return [FENCE, *([end] if end else [])]
 
     @cached_property
     def tail(self) -> re.Pattern:
         """The text behind a call that belongs to it."""
         between = r"[\s,;\]]" if self.kind == "object" else r"\s"
-        return re.compile(f"(?:{'|'.join([between, *map(re.escape, self.ends[1:])])})*")
+        return re.compile(f"(?:{any_of(between, self.ends)})*")
+
+    def head(self, names: Iterable[str]) -> re.Pattern:
+        """Return the pattern of a call before its arguments. names: of tools"""
+        tags = any_of(r"\s", self.tags)
+        if self.kind == "object":
+            return re.compile(rf"(?:{tags})*(?:{FENCE}\w*)?[\s\[]*")
+        begin = ""
+        if self.kind == "json":  # an id or a type may stand before the last tag
+            last = "".join(tags_of(self.middle)[-1:])
+            begin = rf"(?![\w-])(?P<last>[^{{]{{0,80}}?{re.escape(last)})?"
+        if self.kind == "tags":
+            begin = spaced(tags_of(self.begin))
+        if self.kind == "pairs":
+            begin = r"\s*" + re.escape(BRACKETS[self.middle][0])
+        longest_first = sorted(map(re.escape, names), reverse=True)
+        return re.compile(rf"(?:{tags})*(?P<name>{'|'.join(longest_first)}){begin}\s*")
+
+    def parameter(self, keys: Iterable[str], ended: bool) -> re.Pattern:
+        """Return the pattern of a key and its value between tags.
+
+        An end that no tag follows is of the value. A value without an end goes up to the tag of a
+        key of the tool (`keys`), or to the last end of a call where the text has `ended`.
+        """
+        behind_key, *more = tags_of(self.middle)
+        end = self.end.lstrip()
+        space = re.escape(self.end.removesuffix(end))  # the template's own around a value
+        before = re.escape(self.middle[len(self.middle.rstrip()) :])
+        tag = re.escape(self.key)
+        stop = re.escape(self.ends[0])
+        known = "|".join(map(re.escape, keys)) or "(?!)"
+        ends = rf"(?:{space})?{re.escape(end)}\s*(?={tag}|{stop})"
+        ends += rf"|\s(?={tag}(?:{known}){re.escape(behind_key)})"
+        if ended:
+            ends += rf"|(?:{space})?(?={stop}{self.tail.pattern}\Z)"
+        key = rf"\s*{tag}(?P<key>.*?){re.escape(behind_key)}{spaced(more)}"
+        return re.compile(rf"{key}(?:{before})?(?P<value>.*?)(?:{ends})", re.DOTALL)
 
     def read(
         self, text: str, tools: dict[str, dict], ended: bool = False
@@ -189,16 +163,59 @@ class Form:
         tools: the schema of the arguments, by the tool's name
         ended: the model ended the text
         Returns: names and arguments; the place behind them
-        Raises: EOFError where the text ends before a call does, ValueError where it is none.
+        Raises: EOFError where the text may go on to be a call, ValueError where it is none.
         """
-        place = Cursor(text, ended=ended)
+        in_list = self.kind == "pairs" and self.opening.endswith("[")
         calls = []
-        another = True
-        while another:
-            calls.append(READERS[self.kind](self, place, tools))
-            in_list = self.kind == "pairs" and self.opening.endswith("[")
-            another = in_list and place.take(",", "]") == ","
-        return calls, place.at
+        at = 0
+        while True:
+            head = self.head(tools).match(text, at)
+            if head is None:
+                raise EOFError if len(text) - at < REACH else ValueError
+            *call, at = self._call(text, head, tools, ended)
+            calls.append(tuple(call))
+            if not in_list:
+                return calls, at
+            further = _matched(LISTED, text, at)
+            at = further.end()
+            if further[1] == "]":
+                return calls, at
+
+    def _call(
+        self, text: str, head: re.Match, tools: dict[str, dict], ended: bool
+    ) -> tuple[str, Any, int]:
+        """Read a call behind its head. Returns: its name and arguments; the place behind it"""
+        at = head.end()
+        if self.kind == "object":
+            # what comes may complete the head
+            require(text.startswith("{", at) or FENCE.startswith(text[at:]), "no object")
+            value, at = _json_at(text, at)
+            keys = [key for key in (self.key, *KEYS) if key in value]
+            require(keys or not value.keys() - OF_A_CALL, "another object with a name")
+            return value.get("name"), value[keys[0]] if keys else None, at
+        name = head["name"]
+        if self.kind == "tags":
+            return name, *self._tagged(text, at, tools[name], ended)
+        if self.kind == "pairs":
+            return name, *_pairs(text, at, BRACKETS[self.middle][1])
+        if ended and at == len(text) and head["last"]:
+            return name, None, at  # a call without arguments
+        require(text.startswith("{", at) or at == len(text) or at < REACH, "no arguments")
+        return name, *_json_at(text, at)
+
+    def _tagged(self, text: str, at: int, schema: dict, ended: bool) -> tuple[dict, int]:
+        """Read keys and values between tags, up to the tag that ends them."""
+        stop = self.ends[0]
+        if stop not in text:
+            raise EOFError
+        properties = _dict(schema.get("properties"))
+        parameter = self.parameter(properties, ended)
+        arguments = {}
+        while found := parameter.match(text, at):
+            key = found["key"].strip()
+            arguments[key] = _typed(found["value"], _types(properties.get(key), schema))
+            at = found.end()
+        return arguments, _matched(re.compile(spaced([stop])), text, at).end()
 
     def rules(self, call: str, name: str, schema: dict) -> list[str]:
         """Return the grammar of a call behind its opening, in Lark.
@@ -235,9 +252,7 @@ class Form:
 
     def lark(self, text: str) -> str:
         """Return a text in Lark, its control tokens by their ids."""
-        parts = [text]
-        if self.controls:
-            parts = re.split(f"({'|'.join(map(re.escape, self.controls))})", text)
+        parts = re.split(f"({any_of('(?!)', self.controls)})", text)
         return " ".join(
             f"<[{self.controls[part]}]>" if part in self.controls else _literal(part)
             for part in parts
@@ -254,132 +269,81 @@ LFM2 = Form(
 )
 
 
-# ------------------------------------------------------------------------------ reading, by kind
-
-
-def _name(form: Form, place: Cursor, tools: Iterable[str]) -> str:
-    """Read tags, and the name behind them."""
-    found = place.take(*form.tags, *tools)
-    while found in form.tags:
-        found = place.take(*form.tags, *tools)
-    return found
-
-
-def _read_object(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
-    """Read an object, perhaps in a fenced block; its opening may be missing."""
-    mark = re.escape("".join(form.tags))
-    place.match(re.compile(rf"\s*(?:{mark})?\s*(?:{FENCE}\w*)?[\s\[]*"))
-    if FENCE.startswith(place.text[place.at :]):
-        raise EOFError
-    value = place.json()
-    keys = [key for key in (form.key, *KEYS) if key in value]
-    require(keys or not value.keys() - OF_A_CALL, "another object with a name")
-    return value.get("name"), value[keys[0]] if keys else None
-
-
-def _read_json(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
-    """Read a name and an object. An id or a type may stand before the last tag between them."""
-    name = _name(form, place, tools)
-    for mark in _tags(form.middle)[-1:]:
-        require(not re.match(r"[\w-]", place.up_to(mark)), "a longer name")
-    if place.ended and not place.text[place.at :].strip():
-        return name, None  # a call without arguments
-    return name, place.json()
-
-
-def _read_tags(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
-    """Read a name, and keys and values between tags."""
-    name = _name(form, place, tools)
-    for tag in _tags(form.begin):
-        place.take(tag)
-    schema = tools[name]
-    properties = _dict(schema.get("properties"))
-    arguments = {}
-    behind_key, *more = _tags(form.middle)
-    tag = place.take(form.key, form.ends[1])
-    while tag == form.key:
-        key = place.up_to(behind_key).strip()
-        for each in more:
-            place.take(each)
-        value, tag = _tagged(form, place, properties)
-        arguments[key] = _typed(value, _types(properties.get(key), schema))
-    return name, arguments
-
-
-def _tagged(form: Form, place: Cursor, keys: Iterable[str]) -> tuple[str, str]:
-    """Read a value, its end and the next tag; an end that no tag follows is of the value.
-
-    A value without an end goes up to the tag of a further key, or to the end of the call.
-    Returns: the value without the template's own white space around it; the tag
-    """
-    text = place.text
-    begin = place.at
-    end = form.end.lstrip()
-    names = "|".join(map(re.escape, keys)) or "(?!)"
-    further = re.compile(rf"\s{re.escape(form.key)}(?:{names}){re.escape(_tags(form.middle)[0])}")
-    unclosed = further.search(text, begin)
-    limit = unclosed.start() if unclosed else len(text)
-    stop = text.find(end, begin, limit)
-    tag = ""
-    while stop >= 0 and not tag:
-        place.at = stop + len(end)
-        try:
-            tag = place.take(form.key, form.ends[1])
-        except ValueError:
-            stop = text.find(end, stop + 1, limit)
-    if not tag:
-        stop = limit if unclosed or not place.ended else text.rfind(form.ends[1], begin)
-        if stop in (-1, len(text)):
-            raise EOFError
-        place.at = stop
-        tag = place.take(form.key, form.ends[1])
-    before = form.middle[len(form.middle.rstrip()) :]
-    behind = form.end.removesuffix(end)
-    return text[begin:stop].removeprefix(before).removesuffix(behind), tag
-
-
-def _read_pairs(form: Form, place: Cursor, tools: dict[str, dict]) -> tuple[str, Any]:
-    """Read a name, and keys and values in brackets."""
-    name = _name(form, place, tools)
-    begin, end = BRACKETS[form.middle]
-    place.take(begin)
-    return name, _pairs(place, form.middle, end)
-
-
-READERS = {"object": _read_object, "json": _read_json, "tags": _read_tags, "pairs": _read_pairs}
-
-
-def _tags(text: str) -> list[str]:
+def tags_of(text: str) -> list[str]:
     """Split a text where a tag begins, as <parameter= or [ARGS], and drop white space around."""
     parts = map(str.strip, re.split(r"(?=<|\[[A-Z])", text))
     return [part for part in parts if part]
 
 
-def _pairs(place: Cursor, assign: str, end: str) -> dict:
+def any_of(pattern: str, texts: Iterable[str]) -> str:
+    """Return a pattern that matches what another one does, or one of some texts."""
+    return "|".join([pattern, *map(re.escape, texts)])
+
+
+def spaced(texts: Iterable[str]) -> str:
+    """Return a pattern of texts with white space before each."""
+    return "".join(rf"\s*{re.escape(text)}" for text in texts)
+
+
+# ------------------------------------------------------------------------------- the arguments
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """Read a JSON object at a place, in whose texts line breaks may be as they are.
+
+    Models that write files write them so.
+    """
+    try:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text, at)
+    except (ValueError, RecursionError):
+        raise EOFError from None
+    require(isinstance(value, dict), "no object")
+    return value, end
+
+
+def _pairs(text: str, at: int, end: str) -> tuple[dict, int]:
     """Read keys and values up to the bracket that ends them."""
     found = {}
-    while not place.passes(end):
-        key = place.up_to(assign).replace(QUOTE, "").strip().strip("\"'")
-        found[key] = _value(place)
-    return found
+    at = _skipped(text, at)
+    while not text.startswith(end, at):
+        key = _matched(KEY, text, at)
+        found[key[1].strip()], at = _value(text, key.end())
+        at = _skipped(text, at)
+    return found, at + 1
 
 
-def _value(place: Cursor) -> Any:
-    """Read a value of pairs: a text in quotes, an object, a list or a word."""
-    if place.passes(QUOTE):
-        return place.up_to(QUOTE)
-    if place.passes("{"):
-        return _pairs(place, ":", "}")
-    if place.passes("["):
+def _value(text: str, at: int) -> tuple[Any, int]:
+    """Read a value of pairs: an object, a list, a text in quotes or a word."""
+    at = _skipped(text, at)
+    if text.startswith("{", at):
+        return _pairs(text, at + 1, "}")
+    if text.startswith("[", at):
         items = []
-        while not place.passes("]"):
-            items.append(_value(place))
-        return items
-    if place.text[place.at] not in "'\"":
-        return _parsed(place.match(BARE))
-    word = place.match(QUOTED)
-    value = _parsed(word)
-    return word[1:-1] if value == word else value  # quotes within it may not be escaped
+        at = _skipped(text, at + 1)
+        while not text.startswith("]", at):
+            item, at = _value(text, at)
+            items.append(item)
+            at = _skipped(text, at)
+        return items, at + 1
+    marked = MARKED.match(text, at)
+    if marked:
+        return marked[1], marked.end()
+    word = QUOTED.match(text, at) or _matched(BARE, text, at)
+    value = _parsed(word[0])
+    if value == word[0] and value[0] in "'\"":  # quotes within it may not be escaped
+        value = value[1:-1]
+    return value, word.end()
+
+
+def _skipped(text: str, at: int) -> int:
+    return SEPARATOR.match(text, at).end()
+
+
+def _matched(pattern: re.Pattern, text: str, at: int) -> re.Match:
+    found = pattern.match(text, at)
+    if found is None:
+        raise EOFError
+    return found
 
 
 def _parsed(text: str) -> Any:

@@ -1,12 +1,17 @@
-"""The JSON of completions and chats: events of a stream, which make up a whole answer."""
+"""The JSON of completions and chats: an event for each part of an answer, or one for all parts.
+
+1. `Answer` takes what a step adds (`Delta`) apart into thinking, text and calls, once they are
+   certain. A whole answer is the sum of its parts.
+2. A writer tells a part: `Reply` for completions, `ChatReply` for chats, and one for responses
+   (server/responses.py).
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from files.thinking import Thinking
 from files.tokenizer import Tokenizer
@@ -18,56 +23,59 @@ from server.tool_calls import Finder, mark_in
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-class Part(NamedTuple):
-    """The parts of an answer that a piece of its text adds."""
+class Answer:
+    """One answer: its parts, as they become certain."""
 
-    thought: str
-    content: str
-    calls: list[dict]  # of tools, as clients read them
-    skipped: int  # characters before the content that are none of it
-
-
-class Splitter:
-    """Takes the text of one answer of a chat apart, as it comes."""
-
-    def __init__(self, asked: RequestParams):
-        self.thinking = Thinking(asked.thinks)
+    def __init__(self, asked: RequestParams, choice: int):
+        self.whole = Delta(choice, "")  # the parts so far
+        self.untold = Delta(choice, "")  # drafts without a text that is certain
+        self.spans = Spans()  # of the text that is not certain yet
+        self.thinking = Thinking(asked.thinks) if asked.chat else None
         self.finder = Finder(asked.tools) if asked.tools else None
-        self.tells = asked.body.include_reasoning
+        self.tells_thinking = asked.chat and asked.body.include_reasoning
         self.held = ""  # thinking that may end with a call
 
-    @property
-    def calls(self) -> int:
-        """The number of calls so far."""
-        return self.finder.count if self.finder else 0
+    def add(self, piece: Delta) -> Delta | None:
+        """Add what a step brings. Returns: the part that has become certain; None: nothing has."""
+        for span in piece.drafts.spans:
+            self.spans.add(*span)
+        part = self._split(piece) if self.thinking else piece
+        drafts = part.drafts._replace(spans=(), trees=())
+        self.whole = self.whole.and_more(part._replace(drafts=drafts))
+        drafts = part.drafts._replace(spans=tuple(self.spans.take(len(part.text))))
+        part = self.untold.and_more(part._replace(drafts=drafts))
+        is_told = part.text or part.thought or part.calls or part.scored or part.reason
+        self.untold = Delta(piece.choice, "") if is_told else part
+        return part if is_told else None
 
-    def push(self, piece: Delta) -> Part:
-        """Add a piece. Returns: the parts that have become certain."""
+    def _split(self, piece: Delta) -> Delta:
+        """Take the text of a piece apart, as far as it is certain."""
         read = self.thinking.read
-        thought, content = self.thinking.push(piece.text, piece.reason is not None)
+        thought, text = self.thinking.push(piece.text, piece.reason is not None)
         calls: list[dict] = []
         if self.finder:
-            thought, content = self._call_in_thinking(piece, thought, content)
-        skipped = self.thinking.read - read - len(content)
-        if self.finder:
-            content, calls = self.finder.push(content, piece.reason)
-        return Part(thought if self.tells else "", content, calls, skipped)
+            thought, text = self._call_in_thinking(piece.reason, thought, text)
+            text, calls = self.finder.push(text, piece.reason)
+        else:  # the spans are those of the text alone
+            self.spans.take(self.thinking.read - read - len(text))
+        thought = thought if self.tells_thinking else ""
+        return piece._replace(text=text, thought=thought, calls=calls)
 
-    def _call_in_thinking(self, piece: Delta, thought: str, content: str) -> tuple[str, str]:
-        """Return thinking and content, where a call that ends open thinking is content.
+    def _call_in_thinking(self, reason: str | None, thought: str, text: str) -> tuple[str, str]:
+        """Return thinking and text, where a call that ends open thinking is text.
 
         Thinking is held back from the beginning of a call on. One that goes on is a draft.
         """
         held = self.held + thought
         begin, is_call = mark_in(held, self.finder.form.tags)
         inside = self.thinking.inside
-        if inside and piece.reason is None:
+        if inside and reason is None:
             self.held = held[begin:]
-            return held[:begin], content
+            return held[:begin], text
         self.held = ""
-        if inside and is_call and piece.reason == "stop":
+        if inside and is_call and reason == "stop":
             return held[:begin].rstrip(), held[begin:]
-        return held, content
+        return held, text
 
 
 class Reply:
@@ -80,11 +88,8 @@ class Reply:
     def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
         self.asked = asked
         self.tokenizer = tokenizer
-        self.choices: list[dict[str, Any]] = [{} for _ in range(asked.choices)]  # so far
-        self.untold = [Drafts()] * asked.choices  # of pieces without an event of their own
-        self.spans = [Spans() for _ in self.choices]  # of the texts that are not told yet
-        self.drafts = Drafts()  # of all pieces
-        self.used: dict[str, Any] = {}  # at the end
+        self.answers = [Answer(asked, number) for number in range(asked.choices)]
+        self.cached = 0  # tokens of the prompts that were not read again
         self.base = {
             "id": f"{self.id}-{random.getrandbits(96):024x}",
             "created": int(time.time()),
@@ -93,39 +98,21 @@ class Reply:
         } | ({"dropped": asked.dropped} if asked.dropped else {})
 
     def begin(self) -> str:
-        """Return the first events."""
+        """Return the first events of a stream."""
         return ""
 
     def piece(self, piece: Delta) -> str:
-        """Return the event of a piece; "" in a whole answer, and where its text is held back."""
-        number = piece.choice
-        drafts = self.untold[number].and_more(piece.drafts._replace(spans=()))
-        for span in piece.drafts.spans:
-            self.spans[number].add(*span)
-        self.count(piece)
-        text, spans = self.told(piece)
-        told = any(text.values()) or piece.reason or piece.scored
-        self.untold[number] = Drafts() if told else drafts
-        if not told:
+        """Add what a step brings. Returns: its events; "" where its text is held back."""
+        part = self.answers[piece.choice].add(piece)
+        if part is None or not self.asked.body.stream:
             return ""
-        drafted = self._drafted(drafts._replace(spans=tuple(spans)))
-        return self.add(self.choice(piece) | text, drafted=drafted)
+        return self.event([self.choice(part) | {"drafted": self._drafted(part.drafts)}])
 
-    def count(self, piece: Delta) -> None:
-        """Add up how the tokens of an answer were drafted."""
-        self.drafts = self.drafts.and_more(piece.drafts._replace(spans=(), trees=()))
-
-    def told(self, piece: Delta) -> tuple[dict[str, Any], list[tuple]]:
-        """Return the fields of a piece's text, and the spans of it."""
-        return {"text": piece.text}, self.spans[piece.choice].take(len(piece.text))
-
-    def end(self, tokens: Iterable[int], cached: int) -> str:
-        """Return the last events.
-
-        tokens: of each choice; cached: tokens of the prompts that were not read again
-        """
-        self.used = self.usage(tokens, cached)
-        usage = self.event([], self.used) if self.asked.body.stream_options.include_usage else ""
+    def end(self) -> str:
+        """Return the last events of a stream."""
+        usage = ""
+        if self.asked.body.stream_options.include_usage:
+            usage = self.event([], {"usage": self.usage, "metrics": self.metrics})
         return usage + "data: [DONE]\n\n"
 
     def fault(self, error: Refusal) -> str:
@@ -134,33 +121,43 @@ class Reply:
 
     def whole(self) -> dict[str, Any]:
         """Return the whole answer, once it has ended."""
-        told = {"usage": self.used, "metrics": self.metrics}
-        return self.base | {"object": self.kind, "choices": self.choices} | told
+        choices = [self.choice(answer.whole, is_whole=True) for answer in self.answers]
+        told = {"choices": choices, "usage": self.usage, "metrics": self.metrics}
+        return self.base | {"object": self.kind} | told
 
-    def add(self, choice: dict[str, Any], **more: Any) -> str:
-        """Add fields to a choice of a whole answer, or return their event in a stream.
-
-        more: fields of an event alone
-        """
-        if self.asked.body.stream:
-            return self.event([choice | more])
-        number = choice["index"]
-        self.choices[number] = sum_of(self.choices[number], choice)
-        return ""
-
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+    def event(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
         """Return one event of a stream."""
         event = self.base | {"object": self.chunk, "choices": choices}
         if self.asked.body.stream_options.include_usage:
-            event |= {"usage": usage}
-        if usage:
-            event |= {"metrics": self.metrics}
-        return f"data: {json.dumps(event)}\n\n"
+            event["usage"] = None
+        return f"data: {json.dumps(event | (more or {}))}\n\n"
 
-    def usage(self, tokens: Iterable[int], cached: int) -> dict[str, Any]:
-        """Count tokens. Arguments: as of `end`."""
+    def choice(self, part: Delta, is_whole: bool = False) -> dict[str, Any]:
+        """Return the JSON of a part of an answer, or of the whole."""
+        has_calls = self.answers[part.choice].whole.calls
+        reason = "tool_calls" if has_calls and part.reason == "stop" else part.reason
+        logprobs = None if self.asked.body.likeliest is None else self.logprobs(part.scored)
+        choice = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
+        cut_by = {"cut_by": part.cut_by} if part.cut_by else {}
+        return choice | cut_by | self.text(part, is_whole)
+
+    def text(self, part: Delta, is_whole: bool) -> dict[str, Any]:
+        """Return the fields of a part's text."""
+        return {"text": part.text}
+
+    @property
+    def drafts(self) -> Drafts:
+        """How the tokens of all answers were drafted."""
+        drafts = Drafts()
+        for answer in self.answers:
+            drafts = drafts.and_more(answer.whole.drafts)
+        return drafts
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The numbers of tokens."""
         prompt = sum(map(len, self.asked.prompts))
-        new = sum(tokens)
+        new = sum(answer.whole.tokens for answer in self.answers)
         details = {
             "accepted_prediction_tokens": self.drafts.accepted,
             "rejected_prediction_tokens": self.drafts.rejected,
@@ -169,7 +166,7 @@ class Reply:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": details,
         }
 
@@ -179,9 +176,10 @@ class Reply:
 
         Passes without a draft do not count; of a tree each node is a draft token.
         """
-        lengths = self.drafts.lengths
+        drafts = self.drafts
+        lengths = drafts.lengths
         accepted = sum(lengths)
-        drafted = accepted + self.drafts.rejected
+        drafted = accepted + drafts.rejected
         longest = max(lengths, default=-1)
         told = {
             "mean_acceptance_length": 1 + accepted / len(lengths) if lengths else None,
@@ -193,28 +191,18 @@ class Reply:
         }
         return {"speculative_decoding": told}
 
-    def choice(self, piece: Delta) -> dict[str, Any]:
-        """Return the fields of a piece beside its text."""
-        logprobs = None if self.asked.body.likeliest is None else self.logprobs(piece.scored)
-        choice = {"index": piece.choice, "finish_reason": piece.reason, "logprobs": logprobs}
-        return choice | ({"cut_by": piece.cut_by} if piece.cut_by else {})
-
     def logprobs(self, scored: list[Scored]) -> dict[str, Any]:
         """Return the log-probabilities of tokens."""
-        tokens = [self._name(token.id) for token in scored]
+        tops = []
+        for token in scored:
+            pairs = [*token.logprob.top, (token.id, token.logprob.own)]
+            tops.append({self._name(id): max(logprob, LEAST) for id, logprob in pairs})
         return {
-            "tokens": tokens,
-            "token_logprobs": [token.logprob and max(token.logprob.own, LEAST) for token in scored],
-            "top_logprobs": [self._likeliest(token) for token in scored],
+            "tokens": [self._name(token.id) for token in scored],
+            "token_logprobs": [max(token.logprob.own, LEAST) for token in scored],
+            "top_logprobs": tops,
             "text_offset": [token.start for token in scored],
         }
-
-    def _likeliest(self, token: Scored) -> dict[str, float] | None:
-        """Return the likeliest tokens and the decided one, by their texts."""
-        if token.logprob is None:
-            return None
-        pairs = [*token.logprob.top, (token.id, token.logprob.own)]
-        return {self._name(id): max(logprob, LEAST) for id, logprob in pairs}
 
     def _name(self, id: int) -> str:
         """Return a token's text; bytes that are no characters of their own are escaped."""
@@ -222,18 +210,17 @@ class Reply:
 
     def _drafted(self, drafts: Drafts) -> dict[str, Any]:
         """Return how the tokens of an event were drafted; spans where its text is complete."""
-        told = drafts._asdict()
-        del told["lengths"]
-        spans = told.pop("spans")
-        trees = told.pop("trees")
-        wants_trees = self.asked.body.trees
-        if wants_trees:
+        told = {
+            name: getattr(drafts, name) for name in ("tokens", "accepted", "rejected", "passes")
+        }
+        has_trees = self.asked.body.trees
+        if has_trees:
             told["trees"] = [
                 [[parent, self._name(token), accepted] for parent, token, accepted in tree]
-                for tree in trees
+                for tree in drafts.trees
             ]
         if not self.asked.tools:
-            told["spans"] = spans if wants_trees else [span[:2] for span in spans]
+            told["spans"] = drafts.spans if has_trees else [span[:2] for span in drafts.spans]
         return told
 
 
@@ -244,47 +231,29 @@ class ChatReply(Reply):
     chunk = "chat.completion.chunk"
     id = "chatcmpl"
 
-    def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
-        super().__init__(asked, model, tokenizer)
-        self.splitters = [Splitter(asked) for _ in self.choices]
-
     def begin(self) -> str:
-        """Return the first events, one for each choice."""
+        """Return the first events of a stream, one for each choice."""
         role = {"delta": {"role": "assistant", "content": ""}}
         role |= {"finish_reason": None, "logprobs": None}
-        return "".join(self.add({"index": i} | role) for i in range(len(self.choices)))
+        return "".join(self.event([{"index": i} | role]) for i in range(len(self.answers)))
 
-    def told(self, piece: Delta) -> tuple[dict[str, Any], list[tuple]]:
-        """Return the fields of a piece's text, and the spans of its content."""
-        splitter = self.splitters[piece.choice]
-        first = splitter.calls
-        part = splitter.push(piece)
-        delta: dict[str, Any] = {}
+    def text(self, part: Delta, is_whole: bool) -> dict[str, Any]:
+        """Return the fields of a part's text."""
+        has_tools = self.asked.tools is not None
+        message: dict[str, Any] = {"role": "assistant"} if is_whole else {}
         if part.thought:
-            delta["reasoning_content"] = part.thought
-        if part.content or (piece.reason and not self.asked.tools):
-            delta["content"] = part.content
-        if part.calls:
-            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(part.calls, first)]
-        self.spans[piece.choice].take(part.skipped)
-        return {"delta": delta}, self.spans[piece.choice].take(len(part.content))
-
-    def whole(self) -> dict[str, Any]:
-        """Return the whole answer, once it has ended."""
-        for choice in self.choices:
-            message = choice["message"] = choice.pop("delta")
-            if self.asked.tools:
-                message["content"] = message["content"] or None
-            for call in message.get("tool_calls", ()):
-                del call["index"]
-        return super().whole()
-
-    def choice(self, piece: Delta) -> dict[str, Any]:
-        """Return the fields of a piece beside its text, which is read."""
-        choice = super().choice(piece)
-        if piece.reason == "stop" and self.splitters[piece.choice].calls:
-            choice["finish_reason"] = "tool_calls"
-        return choice
+            message["reasoning_content"] = part.thought
+        if is_whole:
+            message["content"] = part.text or (None if has_tools else "")
+        elif part.text or (part.reason and not has_tools):
+            message["content"] = part.text
+        if part.calls and is_whole:
+            message["tool_calls"] = part.calls
+        elif part.calls:
+            first = len(self.answers[part.choice].whole.calls) - len(part.calls)
+            calls = [{"index": i} | call for i, call in enumerate(part.calls, first)]
+            message["tool_calls"] = calls
+        return {"message" if is_whole else "delta": message}
 
     def logprobs(self, scored: list[Scored]) -> dict[str, Any]:
         """Return the log-probabilities of tokens."""
@@ -297,14 +266,3 @@ class ChatReply(Reply):
     def _entry(self, id: int, logprob: float) -> dict[str, Any]:
         data = list(self.tokenizer.name(id))
         return {"token": self._name(id), "logprob": max(logprob, LEAST), "bytes": data}
-
-
-def sum_of(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer with the fields of a further event: texts and lists grow, others change."""
-    found = whole | more
-    for name in whole.keys() & more.keys():
-        if isinstance(more[name], dict):
-            found[name] = sum_of(whole[name] or {}, more[name])
-        elif isinstance(more[name], (str, list)) and whole[name]:
-            found[name] = whole[name] + more[name]
-    return found

@@ -1,12 +1,11 @@
 """OpenAI's Responses (`/v1/responses`) as another form of a chat: its request, its answer.
 
 1. `Responses` reads a request as that of a chat: `instructions` and `input` as messages, calls and
-   their results as such, tools and formats in the chat's form.
+   their results as such, formats in the chat's form.
 2. `ResponseReply` writes the thinking, the text and the calls of a chat's answer as output items,
    in events. A whole answer is the last event's response.
 
 Nothing is stored: `previous_response_id` is refused, and a client sends the whole conversation.
-Tools that a server would run itself, as web_search, are left out, and the log names them.
 Source: OpenAI's API reference, Responses; the client `openai` 3.57 reads what is written here.
 """
 
@@ -14,37 +13,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import model_validator
 
 from files.tokenizer import Tokenizer
-from options import log_note
 from server.batcher import Delta, Refusal
-from server.bodies import SHOWN, Chat, in_log, need, without_nulls
+from server.bodies import SHOWN, Chat, need, without_nulls
 from server.call_forms import new_id
 from server.parameters import RequestParams
-from server.replies import ChatReply, sum_of
+from server.replies import ChatReply
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`, the only name that changes anything
+STORED = {"previous_response_id", "conversation"}  # fields of what a server has stored
 # fields that an answer repeats
 REPEATED = {
     "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tools": [],
     "tool_choice": "auto", "reasoning": None, "text": {"format": {"type": "text"}},
 }  # fmt: skip
-# kinds of output items: before an id, the name of events, the field that grows, further fields, and
-# the part of the item that has the field; none: the item itself
-ITEMS: dict[str, tuple[str, str, str, dict, dict]] = {
-    "reasoning": ("rs", "reasoning_text", "text", {"summary": []}, {"type": "reasoning_text"}),
-    "message": (
-        "msg", "output_text", "text", {"role": "assistant"},
-        {"type": "output_text", "annotations": []},
-    ),
-    "function_call": ("fc", "function_call_arguments", "arguments", {}, {}),
-}  # fmt: skip
-# names that change nothing here, or that `Responses` has read
-READ = {"input", "instructions", "include", "reasoning", "text", "background"}
+# names that `Responses` has read
+READ = {"input", "instructions", "include", "reasoning", "text", "background", "max_output_tokens"}
+# items of an input that hold a text of the model, and where; others are left out
+ANSWERS = {"message": "content", "reasoning": "reasoning_content"}
+CALLS = ("function_call", "custom_tool_call")
+# of items with a text: before an id, fields of the item, the type of its part, fields of the part
+TEXTS: dict[str, tuple[str, dict, str, dict]] = {
+    "reasoning": ("rs", {"summary": []}, "reasoning_text", {}),
+    "message": ("msg", {"role": "assistant"}, "output_text", {"annotations": []}),
+}
 
 
 class Responses(Chat):
@@ -56,31 +52,24 @@ class Responses(Chat):
     @classmethod
     def _as_chat(cls, body: dict) -> dict:
         body = without_nulls(body)
-        stored = body.keys() & {"previous_response_id", "conversation"}
         fault = "responses are not stored here; send the whole conversation as input"
-        need(not stored, fault, "input")
+        need(not body.keys() & STORED, fault, "input")
         need(not body.get("background"), "background = true is not served; leave it out", "input")
-        need("n" not in body, "a response is one answer; leave n out", "input")
+        need("n" not in body, "a response is one answer; leave n out", "n")
         chat = {name: body[name] for name in body.keys() - READ}
         chat["repeated"] = {name: body.get(name, value) for name, value in REPEATED.items()}
-        if "max_output_tokens" in chat:
-            chat["max_tokens"] = chat.pop("max_output_tokens")
-        chat["messages"] = _messages(body.get("input"))
+        chat["max_tokens"] = body.get("max_output_tokens", body.get("max_tokens"))
+        chat["messages"], others = _messages(body.get("input"))
+        chat["left_out"] = others
         if body.get("instructions"):
             chat["messages"].insert(0, {"role": "system", "content": body["instructions"]})
         if LOGPROBS in _of_kind(body, "include", []) or "top_logprobs" in body:
             chat["logprobs"] = True
-        if _of_kind(body, "reasoning", {}).get("effort"):
-            chat["reasoning_effort"] = body["reasoning"]["effort"]
+        chat.setdefault("reasoning_effort", _of_kind(body, "reasoning", {}).get("effort"))
         form = _of_kind(body, "text", {}).get("format")
         if isinstance(form, dict) and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
-        if form:
-            chat["response_format"] = form
-        chat["tools"] = _tools(_of_kind(body, "tools", []))
-        choice = chat.get("tool_choice")
-        if isinstance(choice, dict) and "name" in choice:
-            chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        chat.setdefault("response_format", form)
         return chat
 
 
@@ -88,66 +77,53 @@ def _of_kind(body: dict, name: str, default: Any) -> Any:
     """Return a field of the kind of its default."""
     value = body.get(name, default)
     kind = "a list" if isinstance(default, list) else "an object"
-    need(isinstance(value, type(default)), f"{name} must be {kind}", "input")
+    need(isinstance(value, type(default)), f"{name} must be {kind}", name)
     return value
 
 
-def _tools(tools: list) -> list[dict]:
-    """Return the functions among tools, in the form of chats."""
-    functions = []
-    others = set()
-    for tool in tools:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind == "function":
-            function = {name: held for name, held in tool.items() if name != "type"}
-            functions.append({"type": "function", "function": function})
-        else:
-            others.add(str(kind))
-    if others:
-        log_note(f"tools that are left out, as they are no functions: {in_log(others)}")
-    return functions
-
-
-def _messages(items: Any) -> list[dict]:
-    """Return the items of an input as messages, the parts of an answer in one."""
+def _messages(items: Any) -> tuple[list[dict], set[str]]:
+    """Return the items of an input as messages, the parts of an answer in one; other items."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": items}], set()
     are_items = isinstance(items, list) and items and all(isinstance(i, dict) for i in items)
     need(are_items, "input must be a text, or a list of at least one object", "input")
     messages: list[dict] = []
+    others = set()
     for item in items:
         message = _message(item)
         last = messages[-1] if messages else {"role": ""}
-        goes_on = "tool_calls" in message or "tool_calls" not in last
-        if last["role"] == message["role"] == "assistant" and goes_on:
-            messages[-1] = sum_of(last, message | {"role": ""})
+        if not message:
+            others.add(f"{str(item['type'])[:SHOWN]} (input)")
+        elif last["role"] == message["role"] == "assistant" and (
+            "tool_calls" in message or "tool_calls" not in last
+        ):
+            for name in message.keys() - {"role"}:
+                last[name] = last.get(name, []) + message[name]
         else:
             messages.append(message)
-    return messages
+    return messages, others
 
 
 def _message(item: dict) -> dict:
-    """Return an item of an input as a message."""
+    """Return an item of an input as a message, an answer's in lists; an empty one for others."""
     kind = item.get("type", "message")
     role = item.get("role")
-    content = item.get("content")
+    need(kind != "item_reference", "items are not stored here; send them as they came", "input")
     if kind == "message" and role != "assistant":
-        return {"role": role, "content": content}
-    if kind == "function_call_output":
+        return {"role": role, "content": item.get("content")}
+    if str(kind).removesuffix("_output") in CALLS and str(kind).endswith("_output"):
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-    answer: dict[str, Any] = {"role": "assistant", "content": []}
-    if kind == "message":
-        is_text = isinstance(content, (str, list))
-        need(is_text, "a message must have a role and a text as its content", "input")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        return answer | {"content": parts}
-    if kind == "function_call":
-        called = {"name": item.get("name"), "arguments": item.get("arguments")}
+    if kind in CALLS:
+        arguments = item.get("arguments", {"input": item.get("input")} if "input" in item else None)
+        called = {"name": item.get("name"), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": called}
-        return answer | {"tool_calls": [call]}
-    fault = f"input of type {str(kind)[:SHOWN]} is not served; leave it out"
-    need(kind == "reasoning", fault, "input")
-    return answer | {"reasoning_content": content or item.get("summary") or ""}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind not in ANSWERS:
+        return {}
+    content = item.get("content") or item.get("summary") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    need(isinstance(parts, list), f"an item of type {kind} must have a text", "input")
+    return {"role": "assistant", ANSWERS[kind]: parts}
 
 
 class ResponseReply(ChatReply):
@@ -156,7 +132,6 @@ class ResponseReply(ChatReply):
     def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
         super().__init__(asked, model, tokenizer)
         self.events = 0  # so far
-        self.thoughts = ""
         self.output: list[dict[str, Any]] = []  # the last may be open
         self.response = {
             "id": f"resp_{new_id()}{new_id()}",
@@ -184,33 +159,29 @@ class ResponseReply(ChatReply):
         return "".join(self._event(kind, response=self.response) for kind in kinds)
 
     def piece(self, piece: Delta) -> str:
-        """Return the events of a piece."""
-        self.count(piece)
-        part = self.splitters[0].push(piece)
-        self.thoughts += part.thought
+        """Add what a step brings. Returns: its events"""
+        part = self.answers[0].add(piece)
         events = ""
-        if part.thought:
+        if part and part.thought:
             events += self._grow("reasoning", part.thought)
-        if part.content or (piece.reason and not self.output and not self.asked.tools):
-            scored = [] if self.asked.body.likeliest is None else piece.scored
-            logprobs = self.logprobs(scored)["content"]
-            events += self._grow("message", part.content, logprobs=logprobs)
-        for call in part.calls:
-            called = {"call_id": call["id"], "name": call["function"]["name"]}
-            events += self._close() + self._open("function_call", **called, arguments="")
-            events += self._grow("function_call", call["function"]["arguments"]) + self._close()
-        if piece.reason:
-            self.response["status"] = "completed" if piece.reason == "stop" else "incomplete"
+        if part and (part.text or (part.reason and not self.output and not self.asked.tools)):
+            scored = [] if self.asked.body.likeliest is None else part.scored
+            events += self._grow("message", part.text, logprobs=self.logprobs(scored)["content"])
+        for call in part.calls if part else ():
+            events += self._close() + self._call(call)
         return events
 
-    def end(self, tokens: Iterable[int], cached: int) -> str:
-        """Return the last events. Arguments: as of `Reply.end`. Writes: the response."""
-        status = self.response["status"]
+    def end(self) -> str:
+        """Return the last events. Writes: the response."""
+        answer = self.answers[0].whole
+        status = "completed" if answer.reason == "stop" else "incomplete"
         events = self._close(status)
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        counts = self.usage(tokens, cached)
-        thinking = {"reasoning_tokens": len(self.tokenizer.encode(self.thoughts, bos=False))}
+        counts = self.usage
+        thinking = {"reasoning_tokens": len(self.tokenizer.encode(answer.thought, bos=False))}
+        self.response["status"] = status
+        self.response["metrics"] = self.metrics
         self.response["usage"] = {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],
@@ -218,7 +189,6 @@ class ResponseReply(ChatReply):
             "output_tokens_details": counts["completion_tokens_details"] | thinking,
             "total_tokens": counts["total_tokens"],
         }
-        self.response["metrics"] = self.metrics
         return events + self._event(f"response.{status}", response=self.response)
 
     def fault(self, error: Refusal) -> str:
@@ -240,30 +210,29 @@ class ResponseReply(ChatReply):
         number = {"output_index": len(self.output) - 1, "item_id": self.output[-1]["id"]}
         return self._event(f"response.{kind}", **number, **fields)
 
-    def _open(self, kind: str, **fields: Any) -> str:
+    def _open(self, kind: str, prefix: str, **fields: Any) -> str:
         """Begin an item. Returns: the events"""
-        prefix, *_ = ITEMS[kind]
         item = {"type": kind, "id": f"{prefix}_{new_id()}", "status": "in_progress", **fields}
         self.output.append(item)
         return self._of_item("output_item.added", item=item)
 
-    def _grow(self, kind: str, text: str, **further: list) -> str:
+    def _grow(self, kind: str, text: str, **more: list) -> str:
         """Add text to the open item of a kind, which may have to be begun.
 
-        further: lists that grow with the text
+        more: lists that grow with the text
         Returns: the events
         """
-        _, name, field, fields, part = ITEMS[kind]
+        prefix, fields, name, of_part = TEXTS[kind]
         events = ""
         if not (self._is_open and self.output[-1]["type"] == kind):
-            part = {**part, field: "", **dict.fromkeys(further, [])}
-            events = self._close() + self._open(kind, **fields, content=[])
+            part = {"type": name, "text": "", **of_part, **dict.fromkeys(more, [])}
+            events = self._close() + self._open(kind, prefix, **fields, content=[])
             events += self._of_item("content_part.added", content_index=0, part=part)
             self.output[-1]["content"].append(part)
-        whole = (self.output[-1].get("content") or [self.output[-1]])[0]
-        whole.update(sum_of(whole, {field: text, **further}))
-        index = {"content_index": 0} if "content" in self.output[-1] else {}
-        return events + self._of_item(f"{name}.delta", **index, delta=text, **further)
+        part = self.output[-1]["content"][0]
+        for field, grown in {"text": text, **more}.items():
+            part[field] = part[field] + grown
+        return events + self._of_item(f"{name}.delta", content_index=0, delta=text, **more)
 
     def _close(self, status: str = "completed") -> str:
         """End the open item, if there is one. Returns: its events."""
@@ -271,14 +240,21 @@ class ResponseReply(ChatReply):
             return ""
         item = self.output[-1]
         item["status"] = status
-        _, name, field, *_ = ITEMS[item["type"]]
-        if "content" not in item:
-            events = self._of_item(f"{name}.done", **{key: item[key] for key in (field, "name")})
-        for part in item.get("content", ()):
-            done = {key: part[key] for key in (field, "logprobs") if key in part}
-            events = self._of_item(f"{name}.done", content_index=0, **done)
-            events += self._of_item("content_part.done", content_index=0, part=part)
+        part = item["content"][0]
+        done = {key: part[key] for key in ("text", "logprobs") if key in part}
+        events = self._of_item(f"{part['type']}.done", content_index=0, **done)
+        events += self._of_item("content_part.done", content_index=0, part=part)
         return events + self._of_item("output_item.done", item=item)
+
+    def _call(self, call: dict) -> str:
+        """Add the item of a call. Returns: its events"""
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        events = self._open("function_call", "fc", call_id=call["id"], name=name, arguments="")
+        kind = "function_call_arguments"
+        events += self._of_item(f"{kind}.delta", delta=arguments)
+        events += self._of_item(f"{kind}.done", arguments=arguments, name=name)
+        self.output[-1] |= {"status": "completed", "arguments": arguments}
+        return events + self._of_item("output_item.done", item=self.output[-1])
 
     @property
     def _is_open(self) -> bool:

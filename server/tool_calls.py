@@ -55,21 +55,21 @@ def read_tools(asked: Chat, find_form: Callable[[], Form]) -> Tools | None:
     schemas = {each["name"]: each.get("parameters", NOTHING) for each in functions}
     require(len(schemas) == len(functions), "two tools have the same name; rename one")
     choice = asked.tool_choice or ("auto" if schemas else "none")
-    forced = list(schemas)
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        named = choice.get("function")
-        forced = [named.get("name") if isinstance(named, dict) else None]
-        require(forced[0] in list(schemas), "tool_choice must name one of the tools")
+    named = choice.get("function", choice) if isinstance(choice, dict) else None
+    if isinstance(named, dict) and "name" in named:  # the function's own is the form of Responses
+        require(named["name"] in list(schemas), "tool_choice must name one of the tools")
+        forced = [named["name"]]
     else:
         fault = f"tool_choice must be one of {', '.join(CHOICES)}, or a function by its name"
         require(choice in CHOICES, fault)
         fault = "tool_choice required needs tools; give them, or leave it out"
         require(choice != "required" or schemas, fault)
+        forced = list(schemas) if choice == "required" else []
     if choice == "none" or not schemas:
         return None
     form = find_form()
     several = asked.parallel_tool_calls and form.several
-    return Tools(asked.tools, schemas, [] if choice == "auto" else forced, several, form)
+    return Tools(asked.tools, schemas, forced, several, form)
 
 
 def one_call_each(messages: list[dict]) -> list[dict]:
@@ -159,7 +159,7 @@ class Finder:
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
         held = self.held
-        begin, whole = mark_in(held, self.form.marks)
+        begin, whole = mark_in(held, [*self.form.marks, *self.form.controls])
         if whole:
             self.stage = self._call
         elif last:
@@ -178,10 +178,7 @@ class Finder:
         except (EOFError, ValueError, RecursionError) as error:
             if isinstance(error, EOFError) and not last:
                 return ""
-            self.stage = self._content
-            text = held[: len(held) - len(held.lstrip()) + 1]  # the rest may begin with a mark
-            self.held = held.removeprefix(text)
-            return text
+            return self._no_call()
         self.held = held[end:]
         self.stage = self._behind
         if not self.tools.several:
@@ -190,12 +187,25 @@ class Finder:
         self.count += len(found)
         return ""
 
+    def _no_call(self) -> str:
+        """Return the beginning of what is held as text; the rest may begin with a mark.
+
+        Control words have no text.
+        """
+        self.stage = self._content
+        text = self.held.lstrip()
+        space = self.held.removesuffix(text)
+        word = next((word for word in self.form.controls if text.startswith(word)), "")
+        self.held = text[len(word) or 1 :]
+        return space + text[: not word]
+
     def _behind(self, last: bool, calls: list[dict]) -> str:
         """Drop the end of a call, and a separator."""
         rest = self.held[self.form.tail.match(self.held).end() :]
-        if not any(end.startswith(rest) for end in self.form.ends):
+        if rest and not any(end.startswith(rest) for end in self.form.ends):
             self.held = rest
-            self.stage = self._call if rest[0] in self.form.follows else self._content
+            another = self.form.kind == "object" and rest[0] in "{["  # without its opening
+            self.stage = self._call if another else self._content
         elif last:
             self.held = ""
         return ""

@@ -12,7 +12,7 @@ pytest.importorskip("starlette")
 from helpers import OPERATORS, fresh, slow  # noqa: E402
 from run.generate import Engine, generate, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
-from server.batcher import Batcher, Delta, Job, Refusal  # noqa: E402
+from server.batcher import Batcher, Delta, Job  # noqa: E402
 
 SYSTEM = [(7 * i + i * i) % 250 + 4 for i in range(400)]  # a prompt of more than one chunk
 GREEDY = Sampling()
@@ -127,26 +127,6 @@ def test_a_reader_that_leaves_makes_way(engine):
     client.finish()
     assert client.text(stays) == own(engine, stays.prompt)
     assert client.cached == 254
-
-
-def test_work_that_fails_is_its_own_client_s_alone(engine):
-    """And one that is cancelled is left out, also at the end."""
-    client = Client(engine)
-    job = client.ask(SYSTEM[:20])
-    fails, left, works = (client.batcher.call(work) for work in (lambda: 1 / 0, int, lambda: 5))
-    left.cancel()
-    client.step()
-    assert fails.done() and not works.done(), "one between two steps"
-    client.finish()
-    assert works.result() == 5 and client.text(job) == own(engine, job.prompt)
-    with pytest.raises(ZeroDivisionError):
-        fails.result()
-    late, left = client.batcher.call(int), client.batcher.call(int)
-    left.cancel()
-    client.batcher.close()
-    client.batcher.run()
-    with pytest.raises(Refusal, match="shutting down"):
-        late.result()
 
 
 IN_INT8 = {"compile": True, "quant": "int8"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -22,9 +24,13 @@ from files.chat import chat_template  # noqa: E402
 from files.jinja import ChatTemplate  # noqa: E402
 from files.thinking import behind_thinking, without_opening  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
-from server.bodies import Chat  # noqa: E402
+from run.options import Sampling  # noqa: E402
+from server.batcher import Delta  # noqa: E402
+from server.bodies import Chat, Completion  # noqa: E402
 from server.call_forms import NOTHING, Form, form_of  # noqa: E402
-from server.parameters import RequestReader  # noqa: E402
+from server.parameters import RequestParams, RequestReader  # noqa: E402
+from server.replies import ChatReply, Reply  # noqa: E402
+from server.responses import ResponseReply, Responses  # noqa: E402
 from server.tool_calls import Finder, Tools, as_taken, one_call_each  # noqa: E402
 
 # What published templates write around calls; the rest of them is left out.
@@ -206,6 +212,7 @@ TEMPLATES = {
         ("deepseek", DEEPSEEK), ("gemma", GEMMA), ("lfm2.5", LFM2), ("lfm2", DROPS)]
 }  # fmt: skip
 CONTROLS = ["<s>", "[ARGS]", "<|message|>", "<|constrain|>", "<|tool_call_start|>"]
+SHOWN = {"harmony": CONTROLS[2:4], "mistral": CONTROLS[1:2], "lfm2": CONTROLS[4:], "lfm2.5": CONTROLS[4:]}  # fmt: skip
 # as test_a_template_shows_how_calls_are_written finds them
 OBJECTS = {
     "qwen2.5": Form(
@@ -322,19 +329,25 @@ def calling(*ids: str, content: str = "") -> dict:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def told(id: str) -> dict:
+def result(id: str) -> dict:
     return {"role": "tool", "tool_call_id": id, "name": "now", "content": f"told {id}"}
 
 
 def test_one_call_in_a_message_before_its_result():
-    one = [*ASKED, calling("a"), told("a"), *ASKED]
+    one = [*ASKED, calling("a"), result("a"), *ASKED]
     assert one_call_each(one) == one
-    both = [*ASKED, calling("a", "b", content="Both."), told("b"), told("a"), *ASKED]
-    assert one_call_each(both) == [*ASKED, calling("a", content="Both."), told("a"), calling("b"), told("b"), *ASKED]  # fmt: skip
+    both = [*ASKED, calling("a", "b", content="Both."), result("b"), result("a"), *ASKED]
+    assert one_call_each(both) == [*ASKED, calling("a", content="Both."), result("a"), calling("b"), result("b"), *ASKED]  # fmt: skip
     again = [*both, calling("a", "b")]  # the ids of an earlier turn, and no results
     assert one_call_each(again) == [*one_call_each(both), calling("a"), calling("b")]
-    other = [calling("a"), calling("b", "c"), told("a"), told("c")]
-    assert one_call_each(other) == [calling("a"), calling("b"), calling("c"), told("c"), told("a")]
+    other = [calling("a"), calling("b", "c"), result("a"), result("c")]
+    assert one_call_each(other) == [
+        calling("a"),
+        calling("b"),
+        calling("c"),
+        result("c"),
+        result("a"),
+    ]
 
 
 # ------------------------------------------------------------------------------------- of the text
@@ -353,53 +366,147 @@ def answer_of(template: ChatTemplate, form: Form, *calls: tuple[str, dict]) -> s
     text = template.render_messages(called(form, *calls), TOOLS).removeprefix(prompt)
     end = form.closing.rstrip()
     return behind_thinking(
-        text[: text.rindex(end) + len(end)] if end else text.partition("</s>")[0]
+        text[: text.rindex(end) + len(end)] if end else re.split("</s>|<.eot_id.>", text)[0]
     )
 
 
-def found(form: Form, text: str, size: int | None = None, reason: str = "length", several: bool = True) -> tuple[str, list]:  # fmt: skip
-    """Content and calls of a text that comes in parts of a size."""
-    finder = Finder(Tools(TOOLS, SCHEMAS, [], several, form))
-    size = size or len(text)
-    parts = [text[begin : begin + size] for begin in range(0, len(text), size)] or [""]
-    content, calls = "", []
-    for number, part in enumerate(parts):
-        more, new = finder.push(part, reason if number == len(parts) - 1 else None)
-        content += more
-        calls += [
-            (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in new
-        ]
-        assert all(call["type"] == "function" and len(call["id"]) == 9 for call in new)
-    assert finder.count == len(calls)
-    return content, calls
+class Row(NamedTuple):
+    """What a model writes in a form, and what clients of every kind get."""
+
+    form: str
+    text: str
+    content: str | None = ""  # None: all that is written, but for control words
+    calls: list = []
+    reason: str = "stop"  # by the model itself; "length": cut at max_tokens
+    thought: str = ""
+    several: bool = True
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+class Names:
+    """A tokenizer, as far as answers without log-probabilities need one."""
+
+    def encode(self, text: str, bos: bool) -> str:
+        return text
+
+
+def request(kind: type, form: Form, several: bool) -> RequestParams:
+    body = {"messages": ASKED, "prompt": "a", "input": "a", "stream": True}
+    names = {Chat: ["messages"], Responses: ["input"], Completion: ["prompt"]}[kind]
+    asked = kind.model_validate({name: body[name] for name in [*names, "stream"]})
+    tools = Tools(TOOLS, SCHEMAS, [], several, form) if kind is not Completion else None
+    return RequestParams(asked, [[1]], Sampling(), 0, 9, [], None, tools, [], None, frozenset(), 0)
+
+
+def data(events: str) -> list[dict]:
+    lines = [line[6:] for line in events.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def named(calls: list[dict]) -> list[tuple[str, dict]]:
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+def told(kind: type, writer: type, form: Form, row: Row, size: int) -> list[tuple]:
+    """What clients get of a text in parts of a size: streamed, and whole."""
+    reply = writer(request(kind, form, row.several), "demo", Names())
+    parts = [row.text[at : at + size] for at in range(0, len(row.text), size)] or [""]
+    events = reply.begin()
+    for number, part in enumerate(parts, 1):
+        events += reply.piece(Delta(0, part, row.reason if number == len(parts) else None, number))
+    events += reply.end()
+    return [READERS[writer](data(events), True), READERS[writer](reply.whole(), False)]
+
+
+def of_completion(answer, streamed: bool) -> tuple:
+    choices = [event["choices"][0] for event in answer] if streamed else answer["choices"]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def of_chat(answer, streamed: bool) -> tuple:
+    choices = [event["choices"][0] for event in answer] if streamed else answer["choices"]
+    messages = [choice["delta" if streamed else "message"] for choice in choices]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    assert not streamed or [call["index"] for call in calls] == [*range(len(calls))]
+    assert all(call["type"] == "function" and len(call["id"]) == 9 for call in calls)
+    thought = "".join(message.get("reasoning_content", "") for message in messages)
+    content = "".join(message.get("content") or "" for message in messages)
+    functions = named([call["function"] for call in calls])
+    return thought, content, functions, choices[-1]["finish_reason"]
+
+
+def of_response(answer, streamed: bool) -> tuple:
+    if streamed:
+        done = [event["item"] for event in answer if event["type"] == "response.output_item.done"]
+        assert done == answer[-1]["response"]["output"]
+        grown = [event["delta"] for event in answer if event["type"].endswith("_text.delta")]
+        answer = answer[-1]["response"]
+    texts = {"reasoning": "", "message": ""}
+    for item in answer["output"]:
+        for part in item.get("content", ()):
+            texts[item["type"]] += part["text"]
+    assert not streamed or "".join(grown) == texts["reasoning"] + texts["message"]
+    calls = named([item for item in answer["output"] if item["type"] == "function_call"])
+    reason = "length" if answer["status"] == "incomplete" else "tool_calls" if calls else "stop"
+    return *texts.values(), calls, reason
+
+
+READERS = {Reply: of_completion, ChatReply: of_chat, ResponseReply: of_response}
+
+
+def check(row: Row, form: Form) -> None:
+    """Streamed and whole, in parts of any size: a chat's answer and a response are one and the same."""
+    content = row.content
+    if content is None:
+        content = row.text
+        for word in form.controls:
+            content = content.replace(word, "")
+    reason = "tool_calls" if row.calls and row.reason == "stop" else row.reason
+    want = (row.thought, content, row.calls, reason)
+    for size in (len(row.text) or 1, 1, 3) if len(row.text) < 1000 else (999, 2000):
+        for kind, writer in ((Chat, ChatReply), (Responses, ResponseReply)):
+            for found in told(kind, writer, form, row, size):
+                assert found == want, (row, size, writer)
+        for found in told(Completion, Reply, form, row, size):
+            assert found == (row.text, row.reason)
+
+
+@pytest.mark.parametrize("name", [*OBJECTS, *TEMPLATES])
 def test_a_model_writes_what_its_template_shows(name, tmp_path):
-    """Whole, in parts of any size and cut anywhere: no text is lost, and arguments come back."""
-    template, form = model(tmp_path, name)
-    assert form.several == (name != "harmony")
+    """Whole, two calls, none of its arguments, cut, unclosed, of no tool, with text before and behind."""
+    if name in OBJECTS:
+        template, tokenizer = real(tmp_path, name)
+        form = form_of(template, tokenizer)
+    else:
+        template, form = model(tmp_path, name)
+    assert form.several == (name not in ("harmony", "llama3.1"))
     assert form.takes_text == (name == "deepseek") and form.drops == (name == "lfm2")
-    shown = {
-        "harmony": CONTROLS[2:4],
-        "mistral": CONTROLS[1:2],
-        "lfm2": CONTROLS[4:],
-        "lfm2.5": CONTROLS[4:],
-    }
-    assert {*shown.get(name, ())} <= form.controls.keys()
-    calls = [("write", ARGUMENTS), ("now", {})][: 1 + form.several]
-    text = f"I look.{answer_of(template, form, *calls)}"
-    for size in (len(text), 1, 2, 3, 7):
-        assert found(form, text, size) == ("I look.", calls), size
-    one = f"I look.{answer_of(template, form, ('write', ARGUMENTS))}"
-    whole = [found(form, one[:cut], 99) for cut in range(len(one) + 1)]
-    ends = [cut for cut, (_, calls) in enumerate(whole) if calls]
-    assert ends == list(range(ends[0], len(one) + 1)) and ends[0] >= len(one) - len(form.closing)
-    assert all(whole[cut] == (one[:cut], []) for cut in range(ends[0]))
-    assert all(whole[cut] == ("I look.", calls[:1]) for cut in ends)
-    for other in ("writes", "wri", "writ_all", "x"):
-        unknown = one.replace("write", other)
-        assert found(form, unknown) == found(form, unknown, 1) == (unknown, [])
+    assert {*SHOWN.get(name, ())} <= form.controls.keys()
+    write = ("write", ARGUMENTS)
+    one = answer_of(template, form, write)
+    before = "" if name == "llama3.1" else "I look."  # its calls have no mark
+    rows = [
+        Row(name, before + one, before, [write]),
+        Row(name, before + one + "\nDone.", before + "Done.", [write]),
+        Row(name, answer_of(template, form, NOW), "", [NOW]),
+        *[Row(name, before + one.replace("write", other), None) for other in ("writes", "wri", "writ_all", "x")],
+    ]  # fmt: skip
+    if form.several:
+        both = answer_of(template, form, write, NOW)
+        rows += [Row(name, both, "", [write, NOW]), Row(name, both, "", [write], several=False)]
+    ends = [cut for cut in range(len(one)) if calls_of(form, one[:cut])]
+    ends.append(len(one))
+    assert ends == [*range(ends[0], len(one) + 1)], "nothing is a call before the whole of it"
+    assert ends[0] >= len(one) - len(form.closing)
+    for cut in {1, len(one) // 3, len(one) // 2, ends[0] - 1}:
+        rows.append(Row(name, before + one[:cut], None, reason="length"))
+    rows.append(Row(name, before + one[: ends[0]], before, [write]))  # unclosed
+    rows.append(Row(name, before + one[: ends[0]], before, [write], "length"))
+    for row in rows:
+        check(row, form)
+
+
+def calls_of(form: Form, text: str) -> list:
+    return told(Chat, ChatReply, form, Row("", text, reason="length"), len(text) or 1)[1][2]
 
 
 NOW = ("now", {})
@@ -410,7 +517,7 @@ TWO = '{"name": "now", "arguments": {}}'
 FLAT = '{"name": "now", "parameters": {"a": [1]}}'
 FOUND = ("weather", {"city": {"name": "Roma é"}})
 LIST = ("now", {"a": [1]})
-CASES = [  # the form, a text; its content, None where all of it is; its calls
+SLIPS = [  # rows of `Row`
     ("qwen2.5", f"<tool_call>\n{ONE}\n</tool_call>", "", [FOUND]), ("qwen2.5", f"<tool_call>\n{TWO}\n</tool", "", [NOW]),
     ("qwen2.5", f"Let me see.\n<tool_call>{TWO}</tool_call>\n<tool_call>\n{ONE}\n</tool_call> ", "Let me see.", [NOW, FOUND]),
     ("qwen2.5", f"<tool_call>\n{TWO}\n</tool_call>\nThat is all.", "That is all.", [NOW]),
@@ -449,9 +556,9 @@ CASES = [  # the form, a text; its content, None where all of it is; its calls
     ("harmony", f"{BETWEEN}write <|constrain|>json<|message|>" '{"path": "a\n"}', "", [PATH]),
     ("harmony", "<|channel|>analysis to=functions.now<|message|>{}<|call|>", "", [NOW]),
     ("harmony", "<|channel|>commentary to=now <|constrain|>json<|message|>{}", "", [NOW]),
-    ("harmony", f"{BETWEEN}now<|channel|>commentary json<|message|>", "", [NOW]), ("harmony", "to=now<|message|>{}", None, []),
+    ("harmony", f"{BETWEEN}now<|channel|>commentary json<|message|>", "", [NOW]), ("harmony", "to=now<|message|>{}", "", [NOW]),
     ("harmony", f"{BETWEEN}nowhere<|message|>{{}}", None, []), ("harmony", f"{BETWEEN}now<|message|>none", None, []),
-    ("mistral", "So:[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]now{}", "So:[TOOL_CALLS]now{}", [NOW]),
+    ("mistral", "So:[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]now{}", "So:", [NOW, NOW]),
     ("gemma", '<|tool_call>call:write{path:"a\n",where:{<|"|>row<|"|>:[1,{a:null}]},lines:2.5}<tool_call|>', "",
      [("write", {"path": "a\n", "where": {"row": [1, {"a": None}]}, "lines": 2.5})]),
     ("gemma", "<|tool_call>call:write{path:a b,lines:2]}<tool_call|>", None, []),
@@ -463,27 +570,19 @@ CASES = [  # the form, a text; its content, None where all of it is; its calls
 
 
 def test_what_models_write(tmp_path):
-    """Whole, and in parts of any size: no text is lost. An answer that may have one call has the first."""
+    """Slips of form that have one meaning, and texts that have none."""
     forms = OBJECTS | {name: model(tmp_path, name)[1] for name in TEMPLATES}
-    for name, text, content, calls in CASES:
-        want = text if content is None else content
-        for size in (len(text), 1, 2, 3, 7) if len(text) < 1000 else (999, 2000):
-            told = found(forms[name], text, size, "stop")  # by the model itself
-            assert told == (want, calls), (text, size)
-        if name in OBJECTS:
-            assert found(forms[name], text, several=False) == (want, calls[:1]), text
+    for row in SLIPS:
+        check(Row(*row), forms[row[0]])
 
 
 def test_text_comes_as_soon_as_it_is_no_call():
-    finder = Finder(Tools(TOOLS, SCHEMAS, [], True, OBJECTS["qwen2.5"]))
-    told = [
-        finder.push(part, None)[0] for part in ("Hello", " <to", "p>", " x", f" <tool_call>{TWO}")
-    ]
-    assert told == ["Hello", "", " <top>", " x", ""] and finder.count == 1
-    finder = Finder(
-        Tools(TOOLS, SCHEMAS, [], True, OBJECTS["llama3.1"])
-    )  # white space before a block goes with it
-    assert [finder.push(part, None)[0] for part in ("Hello ", "you")] == ["Hello", " you"]
+    for name, parts, want in (
+        ("qwen2.5", ("Hello", " <to", "p>", " x", f" <tool_call>{TWO}"), ["Hello", "", " <top>", " x", ""]),
+        ("llama3.1", ("Hello ", "you"), ["Hello", " you"]),  # white space before a block goes with it
+    ):  # fmt: skip
+        finder = Finder(Tools(TOOLS, SCHEMAS, [], True, OBJECTS[name]))
+        assert [finder.push(part, None)[0] for part in parts] == want
 
 
 def test_the_grammar_of_a_forced_call(tmp_path):

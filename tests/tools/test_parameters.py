@@ -201,11 +201,11 @@ SAMPLERS = {
     "presence_penalty": 0.5, "frequency_penalty": -1, "repeat_last_n": 64.0, "typical_p": 0.9, "top_n_sigma": 1.5, "xtc_probability": 0.5,
     "xtc_threshold": 0.2, "temperature": 1, "dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 9, "min_tokens": 5.0,
 }  # fmt: skip
-LISTS = {"logit_bias": {"5": 1, "7": 0}, "dry_sequence_breakers": [":"], "bad_words": ["def", "self."], "allowed_token_ids": [281.0, 337, 4026]}  # fmt: skip
+LISTS = {"logit_bias": {"5": 1}, "dry_sequence_breakers": [":"], "bad_words": ["def", "self."], "allowed_token_ids": [281.0, 337, 4026]}  # fmt: skip
 AS_OPTIONS = {"logit_bias": '{"5": 1}', "dry_sequence_breakers": (":",), "bad_words": ("def", "self."), "allowed_token_ids": "281,337,4026"}  # fmt: skip
 STOPS = [f"</tag{n}>" for n in range(40)]
 # values that change nothing, as they hold nothing or are off
-IDLE = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {"5": 0, "7": 0.0}, "min_tokens": 0, "bad_words": [],
+IDLE = {"frequency_penalty": 0.0, "presence_penalty": 0, "repeat_penalty": 1, "logit_bias": {}, "min_tokens": 0, "bad_words": [],
         "allowed_token_ids": None, "guided_json": None, "suffix": "", "top_k": -1, "stop": "", "add_bos_token": True}  # fmt: skip
 READ = [  # the fields of a completion; what is read of it
     (IDLE, {"sampling": Sampling(), "stops": []}),

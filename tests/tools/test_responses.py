@@ -12,9 +12,6 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 from test_tool_calls import ASKED, TOOLS, WEATHER, folder, running  # noqa: E402, F401
 
-from server.bodies import parsed  # noqa: E402
-from server.responses import ResponseReply, Responses  # noqa: E402
-
 QUESTION = ASKED[0]["content"]
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 NAMED = {"type": "function", "name": "weather"}
@@ -104,32 +101,13 @@ def test_tools_that_are_no_functions_are_left_out(running, capsys):  # noqa: F81
     found = respond(running, tools=[*FLAT, *others], include=["reasoning.encrypted_content"], **options)  # fmt: skip
     same = respond(running, tools=FLAT, **options)
     assert found.usage.input_tokens == same.usage.input_tokens
-    assert "no functions: namespace, web_search\n" in capsys.readouterr().err
+    assert (
+        capsys.readouterr().err
+        == "note: ignored in requests: namespace (tools), web_search (tools)\n"
+    )
 
 
 def test_a_format(running):  # noqa: F811
     form = {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}
     found = respond(running, text={"format": form}, max_output_tokens=200)
     assert json.loads(found.output_text).keys() == {"city", "days"}
-
-
-def test_thinking_is_an_item_of_its_own(running):  # noqa: F811
-    """Written as the model would, in pieces."""
-    from server.batcher import Delta
-
-    texts = ["<think>So", " it is.", "</think>\n\nYes", "."]
-    reply = ResponseReply(
-        running.server.reader.read(Responses, {"input": "a"}), "demo", running.engine.tokenizer
-    )
-    for i, text in enumerate(texts):
-        reply.piece(Delta(0, text, i + 1, "stop" if i == 3 else None, []))
-    reply.end([4], 0)
-    response = reply.whole()
-    thought, message = response["output"]
-    assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "So it is.")
-    assert message["content"][0]["text"] == "Yes." and response["status"] == "completed"
-    details = response["usage"]["output_tokens_details"]
-    tokens = running.engine.tokenizer.encode("So it is.", bos=False)
-    assert details["reasoning_tokens"] == len(tokens) > 0
-    again = parsed(Responses, {"input": [*ASKED, thought, message, *ASKED]}).conversation()[1]
-    assert again == {"role": "assistant", "reasoning_content": "So it is.", "content": "Yes."}

@@ -24,7 +24,6 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 openai = pytest.importorskip("openai")
-import torch  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 from drafts.grammar import Grammar  # noqa: E402
@@ -275,35 +274,6 @@ def test_logprobs_of_a_chat(running):
     tokens = [token for each in streamed if each for token in each.content]
     assert [t.logprob for t in tokens] == [t.logprob for t in choice.logprobs.content]
     assert not any(token.top_logprobs for token in tokens)
-
-
-LONG = "x = 1\n" * 150  # of more than one chunk
-
-
-def test_an_echo_has_the_prompts_log_probabilities(running):
-    """As a harness for likelihoods reads them: of the whole text, offsets and all."""
-    options = {"temperature": 0, "echo": True, "max_tokens": 6, "logprobs": 2, "n": 2}
-    plain = running.complete(**options | {"echo": False, "n": 1}).choices[0]
-    both = running.complete([PROMPT, LONG], **options).choices
-    assert both[0].text == both[1].text == PROMPT + plain.text
-    alone = running.complete([PROMPT, LONG], **options | {"max_tokens": 0})
-    assert alone.choices[0].finish_reason == "length" and alone.usage.completion_tokens == 0
-    engine = running.engine
-    for text, choice, echo in zip((PROMPT, LONG), both[::2], alone.choices[::2]):
-        ids = torch.tensor([engine.tokenizer.encode(text, special=True)])
-        states = engine.target(ids, torch.arange(ids.shape[1])[None])[0]  # in one pass, [T, F]
-        logits = engine.target.lm_head(states.to(torch.bfloat16)).float()
-        want = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        assert echo.text == text and choice.text.startswith(text)
-        assert echo.logprobs.token_logprobs == choice.logprobs.token_logprobs[: ids.shape[1]]
-        assert echo.logprobs.token_logprobs[0] is None and echo.logprobs.top_logprobs[0] is None
-        assert echo.logprobs.token_logprobs[1:] == pytest.approx(want.tolist(), abs=0.1)
-        for token, at in list(zip(choice.logprobs.tokens, choice.logprobs.text_offset))[1:]:
-            assert choice.text[at:].startswith(token)
-    behind = both[0].logprobs.token_logprobs[len(alone.choices[0].logprobs.tokens) :]
-    assert behind == pytest.approx(plain.logprobs.token_logprobs)
-    stream = running.complete(stream=True, **options | {"n": 1, "logprobs": None})
-    assert "".join(event.choices[0].text for event in stream) == PROMPT + plain.text
 
 
 def test_a_begun_answer_goes_on(running):
