@@ -8,7 +8,8 @@ drafter and tree. The end of sequence is allowed exactly where the grammar allow
 JSON is written as `json.dumps` writes it: free white space would leave few tokens certain, and a
 small model may never leave it. Where only one text can follow, its tokens are the tokenizer's own.
 Trade-off: the host makes the masks, 0.1 ms each, between drafting and verifying; so on CUDA a cycle
-with a grammar is not captured. Not here: several ranks; formats of strings but those in `FORMATS`.
+with a grammar is not captured. Formats of strings that the library lacks are named in a note and
+ignored, as JSON Schema has it. Not here: several ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,11 @@ from options import log_note, one_line, require
 from run.engine import Engine
 
 MOST_BYTES = 2**16  # of a grammar; a schema of twice that size takes 6 s to compile
-# of strings in a schema, those that the library enforces
-FORMATS = {
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+NAMES_ALONE = 'Unimplemented keys: ["propertyNames"]'
+# lenient: keys and formats that the library does not enforce are warnings
+STYLE = {
+    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True,
 }  # fmt: skip
-# keys of a schema: those that hold schemas by names of their own, those that hold no schema
-NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-VALUES = {"const", "default", "enum", "example", "examples"}
-STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammar:
@@ -59,7 +57,7 @@ class Grammar:
             raise LocalError(f"{fault}; drop that", fault)
         fault = "a grammar needs a model with a tokenizer and an end of sequence; use another"
         require(engine.tokenizer is not None and engine.eos_ids != (), fault)
-        text = source if isinstance(source, str) else json.dumps(without_formats(source))
+        text = source if isinstance(source, str) else json.dumps(source)
         size = len(text.encode())
         fault = f"a grammar may have {MOST_BYTES} bytes, and this one has {size}; shorten it"
         require(size <= MOST_BYTES, fault)
@@ -76,6 +74,10 @@ class Grammar:
         self.matcher = LLMatcher(vocabulary, definition, log_level=0)
         fault = self.matcher.get_error()
         require(not fault, f"the grammar is refused: {one_line(fault)}")
+        for warning in self.matcher.get_grammar_warnings():
+            harmless = warning.startswith("Unknown format") or warning == NAMES_ALONE
+            require(harmless, f"the grammar is refused: {one_line(warning)}")
+            log_note(f"a schema is not enforced in full: {one_line(warning)}"[:300])
         require(self.begin().place.bits.any(), "the grammar is refused: it allows no text")
 
     def begin(self) -> TextGuide:
@@ -123,44 +125,6 @@ def _without_further_tokens(content: dict, vocab: int) -> dict:
         model = model | {"merges": kept}
     added = [token for token in content["added_tokens"] if token["id"] < vocab]
     return content | {"model": model, "added_tokens": added, "post_processor": None}
-
-
-def without_formats(schema: Any) -> Any:
-    """Return a JSON schema without the formats of strings that are not enforced.
-
-    JSON Schema has them ignored where they are not known, and the library would refuse them. A
-    note names them.
-    """
-    unknown: set[str] = set()
-    try:
-        copied = _without_formats(schema, unknown)
-    except RecursionError:
-        raise ValueError("the schema is nested too deeply; flatten it") from None
-    if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        log_note(f"the grammar does not enforce the format {names}"[:300])
-    return copied
-
-
-def _without_formats(schema: Any, unknown: set[str]) -> Any:
-    """Copy a schema, its parts and lists of them. Writes: unknown."""
-    if isinstance(schema, list):
-        return [_without_formats(part, unknown) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copied = {}
-    for key, value in schema.items():
-        if key == "format" and isinstance(value, str) and value not in FORMATS:
-            unknown.add(value)
-        elif key == "propertyNames" and value in (True, {}, {"type": "string"}):
-            continue  # as every name is a text
-        elif key in NAMED and isinstance(value, dict):  # names, which may be "format", to schemas
-            copied[key] = {name: _without_formats(part, unknown) for name, part in value.items()}
-        elif key in VALUES:
-            copied[key] = value
-        else:
-            copied[key] = _without_formats(value, unknown)
-    return copied
 
 
 def schema_of(asked: Any) -> dict | None:

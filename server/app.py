@@ -110,8 +110,8 @@ class Server:
             routes.append(Route(path, partial(self.answer, *kinds), methods=["POST"]))
         guards = [Middleware(Guard, config=self.config)]
         if self.config.cors:  # before the key, which a browser's question about origins lacks
-            origins = [origin.strip().rstrip("/") for origin in self.config.cors.split(",")]
-            allowed = {"allow_origins": origins, "allow_headers": ["*"], "allow_methods": ["*"]}
+            anything = {"allow_headers": ["*"], "allow_methods": ["*"]}
+            allowed = {"allow_origins": self.config.origins(), **anything}
             guards.insert(0, Middleware(CORSMiddleware, **allowed))
         faults = (Refusal, HTTPException, ClientDisconnect, Exception)
         handlers = dict.fromkeys(faults, _fault)

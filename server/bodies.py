@@ -41,6 +41,8 @@ MOST_LIKELIEST = 20  # tokens beside each log-probability
 MOST_STOPS = 256
 DRAWN = -1  # a seed that is drawn, as in llama.cpp and vLLM
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")  # names of one parameter
+THOUGHTS = ("thinking", "redacted_thinking")  # parts of a content that are no text of it
 # parameters of other servers that ask for another answer
 UNSERVED = {
     "audio", "echo", "functions", "grammar", "guided_choice", "guided_grammar", "guided_json",
@@ -101,8 +103,12 @@ def text_of(content: Any) -> Any:
         return content
     texts = []
     for part in content:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind else None
+        if kind in THOUGHTS:
+            continue
+        text = part.get("refusal", part.get("text")) if kind else None
         fault = f"a part of type {str(kind)[:SHOWN]} is not served; send text alone"
         require(isinstance(text, str), fault)
         texts.append(text)
@@ -150,9 +156,9 @@ def _not_zero(count: int) -> int:
 
 def _prompts(prompt: Any) -> list:
     """Return the prompts of a request: one, a text or token ids, or a list of several."""
-    prompts = prompt if isinstance(prompt, list) else [prompt]
-    if all(type(as_whole(id)) is int for id in prompts):
-        prompts = [prompts]
+    is_list = isinstance(prompt, list)
+    is_ids = is_list and all(type(as_whole(id)) is int for id in prompt)
+    prompts = prompt if is_list and not is_ids else [prompt]
     prompts = [[*map(as_whole, each)] if isinstance(each, list) else each for each in prompts]
     for each in prompts:
         is_ids = isinstance(each, list) and all(type(id) is int for id in each)
@@ -258,7 +264,7 @@ class Body(Model):
 
     # -1 is no bound, as in llama.cpp and LM Studio
     max_tokens: Annotated[Whole, Field(ge=-1, le=MOST), AfterValidator(_not_zero)] | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
+        None, validation_alias=AliasChoices(*LIMITS)
     )
     n: Annotated[Whole, Field(ge=1)] = 1
     temperature: float | None = Field(None, ge=0, le=2)
@@ -295,7 +301,7 @@ class Body(Model):
     @property
     def ignored(self) -> set[str]:
         """The names that are not served."""
-        return self.model_extra.keys() - SHAPING - UNSERVED - {"model"}
+        return self.model_extra.keys() - SHAPING - UNSERVED - {"model", *LIMITS}
 
 
 class Completion(Body):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from drafts.grammar import STYLE, without_formats
+from drafts.grammar import STYLE
 from files.jinja import ChatTemplate
 from files.thinking import FINAL, behind_thinking, without_opening
 from files.tokenizer import Tokenizer
@@ -395,8 +395,7 @@ def _literal(text: str) -> str:
 
 def _json_rule(rule: str, schema: dict) -> str:
     """Return a rule for an object or another value that follows a schema."""
-    schema = without_formats(schema) | {"x-guidance": STYLE}
-    return f"{rule}: %json {json.dumps(schema)}"
+    return f"{rule}: %json {json.dumps(schema | {'x-guidance': STYLE})}"
 
 
 def _tag_rules(form: Form, call: str, name: str, schema: dict) -> list[str]:

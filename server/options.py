@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from run.parsing import one_line_errors, option, parse_given
 from run.prompts import read_grammar
 from run.start import with_checked_files
 
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:]+\])(:\d+)?")
+HOST = re.compile(r"\*|[a-z0-9_.-]+|\[[0-9a-f:]+\]")
 ABOUT = "Serve a model to OpenAI clients."
 
 
@@ -58,6 +61,38 @@ class ServeConfig(GenerateConfig):
     json: str = option("", "", flag=False)
     trace: str = option("", "", flag=False)
     profile: str = option("", "", flag=False)
+
+    def origins(self) -> list[str]:
+        """Return the origins of --cors, as browsers write them. Raises: ValueError."""
+        return [_origin(each) for each in self.cors.lower().split(",") if each.strip()]
+
+    def hosts(self) -> list[str]:
+        """Return the names of --allowed_hosts, without ports. Raises: ValueError."""
+        return [_host(each) for each in self.allowed_hosts.lower().split(",") if each.strip()]
+
+    def check(self) -> None:
+        """Check every option, as one that can never match. Raises: ValueError."""
+        super().check()
+        self.origins()
+        self.hosts()
+
+
+def _origin(text: str) -> str:
+    origin = text.strip().rstrip("/")
+    if origin.startswith("http://"):
+        origin = origin.removesuffix(":80")
+    if origin.startswith("https://"):
+        origin = origin.removesuffix(":443")
+    rule = "scheme://host:port without a path, as http://localhost:3000, or * for all"
+    require(ORIGIN.fullmatch(origin), f"--cors must have origins, {rule}; it has {origin}")
+    return origin
+
+
+def _host(text: str) -> str:
+    host = re.sub(r"(?<=[\w\]]):\d+$", "", text.strip())
+    rule = "names alone, as llm.example.org, IPv6 in brackets, or * for any"
+    require(HOST.fullmatch(host), f"--allowed_hosts must have {rule}; it has {host}")
+    return host
 
 
 def main() -> None:

@@ -54,22 +54,40 @@ def read_tools(asked: Chat, find_form: Callable[[], Form]) -> Tools | None:
     functions = [without_nulls(tool["function"]) for tool in asked.tools]
     schemas = {each["name"]: each.get("parameters", NOTHING) for each in functions}
     require(len(schemas) == len(functions), "two tools have the same name; rename one")
-    choice = asked.tool_choice or ("auto" if schemas else "none")
-    named = choice.get("function", choice) if isinstance(choice, dict) else None
-    if isinstance(named, dict) and "name" in named:  # the function's own is the form of Responses
-        require(named["name"] in list(schemas), "tool_choice must name one of the tools")
-        forced = [named["name"]]
-    else:
-        fault = f"tool_choice must be one of {', '.join(CHOICES)}, or a function by its name"
-        require(choice in CHOICES, fault)
-        fault = "tool_choice required needs tools; give them, or leave it out"
-        require(choice != "required" or schemas, fault)
-        forced = list(schemas) if choice == "required" else []
+    choice, allowed = _choice(asked.tool_choice or ("auto" if schemas else "none"))
+    require(
+        choice in CHOICES, f"tool_choice must be one of {', '.join(CHOICES)}, or name functions"
+    )
+    fault = "tool_choice must name one of the tools"
+    require(allowed is None or {*allowed} <= schemas.keys(), fault)
+    fault = "tool_choice required needs tools; give them, or leave it out"
+    require(choice != "required" or schemas, fault)
+    if allowed is not None:
+        schemas = {name: schemas[name] for name in allowed}
     if choice == "none" or not schemas:
         return None
     form = find_form()
     several = asked.parallel_tool_calls and form.several
+    forced = list(schemas) if choice == "required" else []
     return Tools(asked.tools, schemas, forced, several, form)
+
+
+def _choice(asked: Any) -> tuple[Any, list[str] | None]:
+    """Return `tool_choice` as a word, and the names of the functions that it allows; None: all.
+
+    Functions are named in the form of chats or in that of Responses.
+    """
+    if not isinstance(asked, dict):
+        return asked, None
+    if asked.get("type") == "allowed_tools":
+        inner = asked.get("allowed_tools", asked)
+        named = inner.get("tools") if isinstance(inner, dict) else None
+        require(isinstance(named, list), "tool_choice allowed_tools needs a list of tools")
+        return inner.get("mode"), [name for each in named for name in _choice(each)[1] or ()]
+    function = asked.get("function", asked)
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return "required", [function["name"]]
+    return asked.get("type"), None
 
 
 def one_call_each(messages: list[dict]) -> list[dict]:

@@ -61,9 +61,8 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServeConfig):
         self.app = app
         self.key = config.api_key
-        further = {name.strip() for name in config.allowed_hosts.lower().split(",")} - {""}
-        self.names = further | {"localhost", "127.0.0.1", "[::1]", config.host.lower()}
-        self.any_host = "*" in further or not is_loopback(config.host)
+        self.names = {*config.hosts(), "localhost", "127.0.0.1", "[::1]", config.host.lower()}
+        self.any_host = "*" in self.names or not is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. The server calls this."""
@@ -118,7 +117,7 @@ async def json_body(request: Request, most: int) -> Any:
         raise Refusal(415, "the body must be application/json, and its header Content-Type say so")
     try:
         data = await asyncio.wait_for(_at_most(request, most), READ_S)
-        body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        body = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number)
         json.dumps(body, ensure_ascii=False).encode("utf-8")
     except asyncio.TimeoutError:
         raise Refusal(408, f"the body did not come within {READ_S} s") from None

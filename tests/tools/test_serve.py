@@ -547,6 +547,24 @@ def test_origins(running, origins):
         assert (answer.status_code == 200) == bool(allowed)
 
 
+@pytest.mark.parametrize("option, value, found", [
+    ("cors", "HTTP://A.example:80/, https://b.org:443,http://[::1]:3000", ["http://a.example", "https://b.org", "http://[::1]:3000"]),
+    ("cors", "*", ["*"]), ("cors", "null, vscode-webview://abc", ["null", "vscode-webview://abc"]),
+    *[("cors", value, None) for value in ("localhost:3000", "http://a.example/page", "http://*.example", "http://a b", "http://bücher.example")],
+    ("allowed_hosts", "LLM.example.org:8080, [::1]:1", ["llm.example.org", "[::1]"]),
+    *[("allowed_hosts", value, None) for value in ("http://a.org", "*.a.org", "::1", "a.org/x")],
+])  # fmt: skip
+def test_an_origin_or_host_that_can_never_match(option, value, found):
+    """It is refused at the start, in a line with the rule; others are as browsers write them."""
+    config = serve.ServeConfig(checkpoint=DEMO, **{option: value})
+    if found is None:
+        with pytest.raises(ValueError, match=f"--{option} must have .*, or \\* for a.*; it has"):
+            config.check()
+    else:
+        config.check()
+        assert (config.origins() if option == "cors" else config.hosts()) == found
+
+
 def client_of(running, **options: str) -> TestClient:
     """A client of a server's application with other options, without a socket."""
     other = object.__new__(serve.Server)
