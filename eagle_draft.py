@@ -307,7 +307,8 @@ class EagleDrafter(TreeDrafter):
 
     def fuse(self, enable: bool) -> None:
         """Let the backend's program run the passes, if it has one. Writes: the head's program."""
-        own = self.head.backend.head_program(self.head, self.embedding) if enable else None
+        make = self.head.backend.head_program
+        own = make(self.head, self.embedding) if enable and make else None
         self.head.program = own or HeadPasses(self.head, self.embedding)
 
     def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:

@@ -435,7 +435,8 @@ class Transformer(nn.Module):
 
     def fuse(self, enable: bool) -> None:
         """Let the backend's program run passes over a cache, if it has one. Writes: program."""
-        self.program = self.backend.model_program(self) if enable else None
+        make = self.backend.model_program
+        self.program = make(self) if enable and make else None
 
     @property
     def parts(self) -> Sequence[nn.Module]:

@@ -752,35 +752,15 @@ def experts_matmul(x: Tensor, weight: Any, routing: Tensor) -> Tensor:
     return matmul(x, weight, routing=routing)
 
 
-# ------------------------------------------------------------------------------------ whole passes
-
-
-def model_program(model: nn.Module) -> Any:
-    """Return what runs the passes of a `Transformer` over a cache; None: its own layers do."""
-    return None
-
-
-def head_program(head: nn.Module, embedding: nn.Module) -> Any:
-    """Return the same of an `EagleHead`. embedding: the head's or the target's"""
-    return None
-
-
-# what attention reads in every layer, made once a step; None: it reads masks
-path_table = None
-merges_steps = False  # whether neighbouring steps are one launch
-
-
 # ------------------------------------------------------------------------------------- the backend
 
 DEFINED = (
     ("gumbel", "cut", "best", "topk"),
     ("expand_frontier", "select_nodes", "root_tree", "accept"),
     ("advance", "place_tokens", "causal", "compact"),
-    ("rms_norm", "swiglu", "rope_angles", "rotary", "rotary_cache"),
-    ("attention", "path_table"),
+    ("rms_norm", "swiglu", "rope_angles", "rotary", "rotary_cache", "attention"),
     ("linear", "matmul", "router_logits"),
     ("route", "experts_linear", "experts_matmul", "experts_bias"),
-    ("model_program", "head_program", "merges_steps"),
 )
 
 
@@ -789,6 +769,12 @@ class Backend:
 
     A definition that a folder adds (kind "operators") is found when it is first asked for.
     """
+
+    # a device may have these, too:
+    model_program: Callable | None = None  # makes what runs the passes of a `Transformer`
+    head_program: Callable | None = None  # the same, of an `EagleHead` and its embedding
+    path_table: Callable | None = None  # makes what attention reads in every layer in masks' place
+    merges_steps = False  # whether neighbouring steps are one launch
 
     def __init__(self, functions: dict[str, Callable | None]):
         self.__dict__.update(functions)
