@@ -77,7 +77,6 @@ class Engine:
     seed: int = 0
     # True: torch.compile and captured graphs, on a CPU whole passes in C++; None: only captured
     compile: bool | None = None
-    captures: bool = True  # False: what would be captured runs over the same buffers
     # of `build_cycles`:
     ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
@@ -133,7 +132,7 @@ class Engine:
         if key is None or not self.captured:
             return body()
         if key not in buffers.replays:
-            buffers.replays[key] = Replay(body, self.device, buffers.scratch, self.captures)
+            buffers.replays[key] = Replay(body, self.device, buffers.scratch)
         return buffers.replays[key]()
 
 

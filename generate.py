@@ -121,7 +121,7 @@ def load_engine(options: Options) -> Engine:
     """
     device = torch.device(pick_device(options.device))
     if options.plain:
-        part_or("machine", "set_plain", lambda families: None)(("all",))
+        part_or("machine", "set_plain", lambda: None)()
     path = Path(options.checkpoint)
     target = load_target(path, options, device)
     head = options.head or str(path.with_name(f"{path.name}-eagle"))

@@ -64,17 +64,13 @@ class Replay:
         body: Callable[[], Any],
         device: torch.device,
         scratch: dict[str, Any] | None = None,
-        captures: bool = True,
     ):
-        """scratch: memory shared by graphs that return nothing and are dropped together
-
-        captures: False: the step runs as it is, over the same buffers
-        """
+        """scratch: memory shared by graphs that return nothing and are dropped together"""
         self.body = body
         self.device = device
         self.scratch = {} if scratch is None else scratch
         self.runs = 0
-        self.captures = captures and device.type == "cuda"
+        self.captures = device.type == "cuda"
         self.capture_failed = False
         self.graph = None
         self.result = None

@@ -6,9 +6,7 @@ ADDS = {
     "machine": {
         "block planes": "backends.block_planes",
         "blocks": "backends.blocks",
-        "captures": "backends.switches:captures",
         "check_own": "backends.cpp.build:check_own",
-        "check_switches": "backends.switches:check",
         "cpu_operators_are_loaded": "backends.library:cpu_operators_are_loaded",
         "describe_cpu": "backends.library:describe_cpu",
         "has_cpu_operators": "backends.library:has_cpu_operators",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backends.library import has_cpu_operators, has_triton, is_plain
+from backends.library import has_cpu_operators, has_triton
 from backends.strips import GGUF_TYPES, part_bytes, table_of
 from backends.weight import Embedding as Embedding
 from backends.weight import Part, Weight
@@ -33,8 +33,8 @@ NAMES = GGUF_TYPES
 def can_stay(device: str) -> bool:
     """Return whether a device has matmuls here that read blocks. Builds the C++ operators."""
     if in_planes(device):
-        return device.startswith("cuda") and has_triton() and not is_plain("products")
-    return has_cpu_operators("products")
+        return device.startswith("cuda") and has_triton()
+    return has_cpu_operators()
 
 
 def kept_types(device: str, every_type: bool) -> Collection[str]:

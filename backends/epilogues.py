@@ -101,7 +101,7 @@ def run_lazily(layer: Linear, x: Tensor | UnnormalizedRows) -> Tensor | LazyMatm
 
 def adds_biases() -> bool:
     """Return whether a matmul adds a layer's bias in its launch. A traced step may call this."""
-    return not is_plain("fused", "norm", "rotary")
+    return not is_plain()
 
 
 def add(x: Tensor, delta: Tensor | LazyMatmul | None) -> Tensor:

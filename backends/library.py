@@ -10,16 +10,14 @@ All are registered with `torch.library`. A step that uses those in Python and Tr
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from backends import switches
 from backends.cpp import build
-from backends.switches import FAMILIES
 from options import log_note
 
 lib = torch.library.Library("gpt_eagle", "DEF")
@@ -47,35 +45,21 @@ def _without_gradients(operator: Any, keys: Any, *inputs: Any, **named: Any) -> 
     return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs, **named)
 
 
-# the families that PyTorch replaces: the references beside the operators, and the modules of
-# model.py, run in their place. With all of them no operator of ours is built or called
-PLAIN: set[str] = set()
-with suppress(ValueError):  # `GenerateConfig.check` tells of an unknown one, in one line
-    PLAIN.update(switches.plain_families())
+# whether PyTorch replaces our operators: the definitions run, and none of ours is built or called
+_plain: list[bool] = [False]
 
 
-def is_plain(*families: str) -> bool:
-    """Return whether PyTorch replaces one of these families; of none given: whether all.
-
-    A traced step may call this.
-    """
-    if not families:
-        return len(PLAIN) == len(FAMILIES)
-    for family in families:  # noqa: SIM110, as every torch traces it
-        if family in PLAIN:
-            return True
-    return False
+def is_plain() -> bool:
+    """Return whether PyTorch replaces our operators. A traced step may call this."""
+    return _plain[0]
 
 
-def set_plain(families: Iterable[str]) -> None:
-    """Replace these families by PyTorch, "all" of them or none, and no others.
+def set_plain(plain: bool = True) -> None:
+    """Replace our operators by PyTorch, or no longer. Writes: `_plain`.
 
     Engines that exist keep what they have compiled, captured or fused.
-    Raises: ValueError for an unknown family. Writes: PLAIN.
     """
-    chosen = switches.checked(families)
-    PLAIN.clear()
-    PLAIN.update(chosen)
+    _plain[0] = plain
 
 
 def has_triton() -> bool:
@@ -98,12 +82,12 @@ def _triton_is_installed() -> bool:
 _cpp_available: list[bool] = []
 
 
-def has_cpu_operators(*families: str) -> bool:
-    """Return whether the C++ operators are loaded and serve these families.
+def has_cpu_operators() -> bool:
+    """Return whether the C++ operators are loaded, and PyTorch does not replace them.
 
     The first call builds them; if that fails, it prints the reason once.
     """
-    if is_plain(*families):
+    if is_plain():
         return False
     if not _cpp_available:
         _cpp_available.append(not build.load_operators())
@@ -117,7 +101,7 @@ def cpu_operators_are_loaded() -> bool:
 
 def tiles_in_use() -> str:
     """Return the unit of matmuls on AMX tiles: none, hardware or emulation (cpp/build.py)."""
-    if build.loaded() and not is_plain("products"):
+    if build.loaded() and not is_plain():
         return torch.ops.gpt_eagle.tiles()[0]
     return "none"
 

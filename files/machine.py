@@ -1,6 +1,6 @@
 """The folder backends/ answers these questions about the machine; defaults hold without it.
 
-Without it there are no C++ operators, no huge pages, no packed blocks, and no switches of them.
+Without it there are no C++ operators, no huge pages and no packed blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from options import part_or
 
 
-def _no(*families: str) -> bool:
+def _no() -> bool:
     return False
 
 
@@ -32,10 +32,10 @@ def blocks() -> Any:
     return part_or("machine", "blocks", None)
 
 
-# whether the C++ operators serve these families (built, if need be); whether they are loaded
+# whether there are C++ operators (built, if need be); whether they are loaded
 has_cpu_operators: Callable[..., bool] = part_or("machine", "has_cpu_operators", _no)
 cpu_operators_are_loaded: Callable[[], bool] = part_or("machine", "cpu_operators_are_loaded", _no)
-# whether the definitions replace these families
+# whether the definitions replace our operators
 is_plain: Callable[..., bool] = part_or("machine", "is_plain", _no)
 # a context in which PyTorch's own loops run on one thread
 single_torch_thread: Callable[..., Any] = part_or("machine", "single_torch_thread", _unchanged)

@@ -42,7 +42,6 @@ from run.warm_up import warm_up
 if TYPE_CHECKING:
     from files.texts import TextFiles
 
-captures = part_or("machine", "captures", lambda: True)
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
@@ -86,7 +85,6 @@ def load(
         _context(asked, target),
         eos_ids,
         config=asked,
-        captures=captures(),
         shaping=_shaping(asked, target, tokenizer, eos_ids, shapes),
         tokenizer=tokenizer,
         template=template,
@@ -135,17 +133,13 @@ def _shaping(
 
 
 def _pick_device(config: GenerateConfig) -> str:
-    """Choose the device and its operators. Writes: the process's device;
-    `backends.library.PLAIN`.
-    """
+    """Choose the device and its operators. Writes: the process's device; `set_plain`'s choice."""
     device = pick_device(config.device)
     fault = f"--kv {config.kv} is for CPUs, and the device is {device}; drop it"
     require(not config.kv or device == "cpu", fault)
     set_cuda_device(device)
     if config.plain:
-        part_or("machine", "set_plain", lambda families: None)(("all",))
-    if not captures() and not device.startswith("cuda"):
-        log_note(f"GPT_EAGLE_PLAIN: graphs are CUDA's, and the device is {device}; drop them")
+        part_or("machine", "set_plain", lambda: None)()
     return device
 
 
@@ -270,7 +264,7 @@ def _changes(asked: GenerateConfig, config: GenerateConfig) -> dict[str, Any]:
 def _note_attention(target: Transformer) -> None:
     """Print a note where a CPU runs PyTorch's attention, whose rows may depend on each other."""
     weight = target.norm.weight
-    if weight.device.type != "cpu" or not has_cpu_operators("attention"):
+    if weight.device.type != "cpu" or not has_cpu_operators():
         return
     width = target.config.head_dim
     theirs = (

@@ -46,7 +46,6 @@ from run.methods import has_drafts, known_drafters, spec_of
 from run.parsing import check_values, flag_of, processors
 from run.tree_paths import MEDUSA_PATHS, read_tree
 
-check_switches = part_or("machine", "check_switches", lambda: None)
 DEPTH = 6  # levels of a tree by default
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
 BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's; repeats end at them
@@ -372,7 +371,6 @@ class GenerateConfig(Options):
 
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
-        check_switches()
         check_values(self)
         self._check_names()
         self._check_texts()

@@ -124,7 +124,7 @@ def _small_format(config: GenerateConfig, raw: dict) -> str:
     if "float32" in str(config.dtype or raw.get("torch_dtype") or raw.get("dtype")):
         return "none"
     if not config.device.startswith("cuda"):
-        if has_cpu_operators("products"):
+        if has_cpu_operators():
             return "int8"
         return "none"  # int8 is slow in Python
     layer = raw.get("transformer_layer_config")  # speculators' layout of a head

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 
-from backends import switches
 from options import cache_folder, load_part, log_note, part_or, private_folder
 
 HERE = Path(__file__).parent
@@ -258,12 +257,26 @@ def register(namespace: str, library: Path) -> None:
     ctypes.CDLL(str(library)).add_operators(namespace.encode())
 
 
+def kind_of_tiles() -> str:
+    """Return the unit of matmuls on AMX tiles that is asked for.
+
+    auto: hardware, where it is allowed and right; none, hardware, emulation: that one.
+    Raises: ValueError for another name.
+    """
+    kinds = ("auto", "none", "hardware", "emulation")
+    kind = os.environ.get("GPT_EAGLE_TILES") or kinds[0]
+    if kind not in kinds:
+        rule = f"GPT_EAGLE_TILES must be {' or '.join(kinds)}"
+        raise ValueError(f"{rule}; it is {kind!r}: correct or unset it")
+    return kind
+
+
 def choose_tiles() -> None:
     """Choose the unit of matmuls on AMX tiles. Writes: the unit of the operators, a note.
 
     GPT_EAGLE_TILES names it; by default it is the hardware, where that is allowed and right.
     """
-    kind = switches.kind_of_tiles()
+    kind = kind_of_tiles()
     operators = torch.ops.gpt_eagle
     if kind != "auto":
         if not operators.use_tiles(kind):

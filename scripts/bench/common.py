@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from backends.library import PLAIN, tiles_in_use
+from backends.library import is_plain, tiles_in_use
 from files.io import read_jsonl
 from model import Transformer
 from run import stats
@@ -219,8 +219,8 @@ def environment(device: str) -> dict[str, Any]:
         named["device"] = _cpu_name()
         if tiles_in_use() != "none":
             named["tiles"] = tiles_in_use()
-    if PLAIN:
-        named["plain"] = ",".join(sorted(PLAIN))
+    if is_plain():
+        named["plain"] = "all"
     when = {"commit": commit or "unknown", "date": date.today().isoformat()}
     return stats.environment(device) | named | when
 

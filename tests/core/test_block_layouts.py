@@ -516,7 +516,7 @@ def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
     settings = SETTINGS | {"compile": True, "temperature": 1.0}
     engine = load(head=str(path), tree="dynamic", **settings)
     head = engine.drafter.head
-    if has_cpu_operators("products"):
+    if has_cpu_operators():
         assert head.fc.format == BLOCKS
         rows = {"dflash2": "selector_before", "dspark": "markov_w1"}.get(kind)
         assert rows is None or isinstance(getattr(head, rows), Embedding)

@@ -334,11 +334,3 @@ def test_with_compile_false_no_cycle_is_captured(monkeypatch):
     monkeypatch.setattr("decode.Engine.on_cuda", True)
     config = replace(engine.config, device="cuda", compile=False)
     assert not build_cycles(replace(engine, config=config)).captured
-
-
-def test_a_step_that_is_not_to_be_captured(fake_graphs):
-    runs = []
-    replay = Replay(lambda: runs.append(1), torch.device("cuda"), captures=False)
-    for _ in range(5):
-        replay()
-    assert len(runs) == 5 and not fake_graphs and replay.graph is None

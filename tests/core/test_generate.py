@@ -576,12 +576,12 @@ OF_MODEL = {"draft": "model", "draft_checkpoint": DEMO}
 )  # fmt: skip
 def test_the_format_of_a_draft(monkeypatch, draft, device, target, asked, form, wide):
     """A head or a draft model beside a target in 16 bits, and one in 32, where C++ multiplies."""
-    monkeypatch.setattr("run.resolved.has_cpu_operators", lambda family: True)
+    monkeypatch.setattr("run.resolved.has_cpu_operators", lambda: True)
     options = {"checkpoint": DEMO, "device": device, "quant": target, "quant_draft": asked}
     for dtype, want in (("bfloat16", form), ("float32", wide)):
         config = GenerateConfig(**options, **draft, dtype=dtype)
         assert resolve_draft(config, Path(DEMO)).quant_draft == want
-    monkeypatch.setattr("run.resolved.has_cpu_operators", lambda family: False)
+    monkeypatch.setattr("run.resolved.has_cpu_operators", lambda: False)
     if device == "cpu" and target == "none":
         slow_here = GenerateConfig(**options, **draft, dtype="bfloat16")
         assert resolve_draft(slow_here, Path(DEMO)).quant_draft == "none"

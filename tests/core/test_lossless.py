@@ -284,7 +284,7 @@ def write_datastore(file: Path, texts: list[list[int]]) -> None:
 def switch():
     """`set_plain`, undone in the end."""
     yield set_plain
-    set_plain(())
+    set_plain(False)
 
 
 @pytest.mark.parametrize("kind, tree, form, operators, model, temperature, batch", [*matrix()])
@@ -299,7 +299,7 @@ def test_every_drafter_gives_vanillas_tokens(
     """
     vanilla, want = vanilla_of(model, form, temperature)
     if operators == "plain":
-        switch(["all"])
+        switch()
     options = {"tree": tree, "compile": operators == "compiled", **files_of(kind, model)}
     draft = KINDS[kind]
     if draft not in methods.head_kinds():  # the files say which head it is

@@ -1,16 +1,13 @@
-"""PyTorch in place of families of operators: the references run, nothing of ours does, tokens stay vanilla's.
+"""PyTorch in place of our operators: the references run, nothing of ours does, tokens stay vanilla's.
 
 The demo with two of its eight layers. In bf16 rows of PyTorch's own products and attention may depend on the rows
-beside them, so these two families are tried in fp32.
+beside them, so tokens are compared in fp32.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,9 +17,8 @@ import backends.attention
 import backends.weight
 import model
 import reference
-from backends import switches
 from backends.cpp.build import HERE
-from backends.library import FAMILIES, PLAIN, has_cpu_operators, has_triton, is_plain, set_plain
+from backends.library import has_cpu_operators, has_triton, is_plain, set_plain
 from backends.weight import Part, Weight
 from decode import build_cycles
 from drafters import RootOnly
@@ -37,7 +33,7 @@ from helpers import decode as decoded
 from reference import TORCH, choose
 from run import generate
 from run.load import load
-from run.options import ROOT, GenerateConfig
+from run.options import GenerateConfig
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob("*.cpp"))
@@ -46,9 +42,8 @@ IN_CPP = set(re.findall(r"m\.def\(\s*\"(\w+)\(", SOURCES))
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    before = set(PLAIN)
     yield
-    set_plain(before)
+    set_plain(False)
 
 
 class NoOperator(TorchDispatchMode):
@@ -82,16 +77,14 @@ EVERY = [
 
 
 @pytest.mark.parametrize("method, form, temperature", EVERY)
-def test_with_all_families_nothing_is_built_or_called(
-    short_demo, monkeypatch, method, form, temperature
-):
+def test_with_plain_nothing_is_built_or_called(short_demo, monkeypatch, method, form, temperature):
     """Not in loading either."""
     monkeypatch.setattr("backends.library._cpp_available", [])
     monkeypatch.setattr("backends.cpp.build.load_operators", lambda: pytest.fail("they were built"))
     options = METHODS[method] | FORMATS[form] | ({"top_k": 50} if temperature else {})
     with NoOperator():
         new = tokens(short_demo, plain=True, temperature=temperature, **options)
-    assert len(new) == 12 and set(FAMILIES) == PLAIN and not has_triton()
+    assert len(new) == 12 and is_plain() and not has_triton() and not has_cpu_operators()
 
 
 @OPERATORS
@@ -101,70 +94,60 @@ def test_a_called_operator_is_noticed(short_demo):
 
 
 @OPERATORS
-@pytest.mark.parametrize("family", [*FAMILIES, "all"])
-def test_tokens_are_vanillas_under_each_family(short_demo, family):
-    options = {"compile": True, "temperature": 1.0, "quant": "int8"}
-    if family in ("attention", "products", "all"):
-        options["dtype"] = "float32"
-    set_plain([family])
+def test_tokens_are_vanillas(short_demo):
+    options = {"compile": True, "temperature": 1.0, "quant": "int8", "dtype": "float32"}
+    set_plain()
     want = tokens(short_demo, draft="none", **options)
     assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
 
 
 @OPERATORS
-def test_new_cycles_have_the_families_of_their_time(short_demo):
+def test_new_cycles_have_the_functions_of_their_time(short_demo):
     """In the target, the drafter and its head."""
     engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)
     ours = choose(torch.device("cpu")).matmul
     assert ours is not reference.matmul
-    for families, function in (([], ours), (["products"], reference.matmul)):
-        set_plain(families)
+    for plain, function in ((False, ours), (True, reference.matmul)):
+        set_plain(plain)
         engine = build_cycles(engine)
         owners = [engine.drafter, engine.drafter.lm_head, *engine.drafter.head.modules()]
         owners += engine.target.modules()
         found = {owner.backend.matmul for owner in owners if hasattr(owner, "backend")}
-        assert found == {function}, families
+        assert found == {function}, plain
 
 
 def edited(*inputs, **more):
     raise RuntimeError("it was edited")
 
 
-# a family, the module and the name of a reference of it, the options with which it runs
+# the module and the name of a reference, the options with which it runs
 REFERENCES = [
-    ("attention", reference, "attention", {}),
-    ("compact", reference, "compact", {}),
-    ("fused", model.Layer, "forward", {}),
-    ("norm", reference, "rms_norm", {}),
-    ("products", backends.strips, "grouped_reference", {"quant": "int8"}),
-    ("products", backends.strips, "grouped_reference", {"quant": "int4"}),
-    ("rotary", reference, "rotary", {}),
-    ("topk", reference, "best", {}),
-    ("topk", reference, "gumbel", {"temperature": 1.0}),
-    ("topk", reference, "expand_frontier", {}),
-    ("tree", reference, "expand_frontier", {}),
-    ("tree", reference, "select_nodes", {}),
-    ("tree", reference, "advance", {}),
-    ("tree", reference, "accept", {}),
-]
+    (model.Layer, "forward", {}),
+    (backends.strips, "grouped_reference", {"quant": "int8"}),
+    (backends.strips, "grouped_reference", {"quant": "int4"}),
+    (reference, "gumbel", {"temperature": 1.0}),
+    *((reference, name, {}) for name in (
+        "attention", "compact", "rms_norm", "rotary", "best", "expand_frontier", "select_nodes", "advance", "accept",
+    )),
+]  # fmt: skip
 
 
 @OPERATORS
-@pytest.mark.parametrize("family, owner, name, options", REFERENCES)
-def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, family, owner, name, options):
+@pytest.mark.parametrize("owner, name, options", REFERENCES)
+def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, owner, name, options):
     monkeypatch.setattr(owner, name, edited)
-    set_plain([family])
+    set_plain()
     with pytest.raises(RuntimeError, match="it was edited"):
         tokens(short_demo, tree="dynamic", compile=True, max_new_tokens=4, **options)
 
 
 @OPERATORS
-def test_without_families_no_reference_runs(short_demo, monkeypatch):
+def test_without_plain_no_reference_runs(short_demo, monkeypatch):
     """So that the test above says something."""
     cases = ({"quant": "int8"}, {"quant": "int4", "temperature": 1.0})
     for options in cases:  # calibration, which runs once and is kept, runs references
         tokens(short_demo, max_new_tokens=4, **options)
-    for _, owner, name, _ in REFERENCES:
+    for owner, name, _ in REFERENCES:
         monkeypatch.setattr(owner, name, lambda *inputs: pytest.fail("a reference ran"))
     for options in cases:
         assert len(tokens(short_demo, tree="dynamic", compile=True, **options)) == 12
@@ -176,7 +159,7 @@ def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
         return decoded(engine, PROMPT).history
 
     want = history()
-    set_plain(["experts"])
+    set_plain()
     assert history() == want
     monkeypatch.setattr(reference, "experts_linear", edited)
     with pytest.raises(RuntimeError, match="it was edited"):
@@ -200,54 +183,7 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     torch.testing.assert_close(got, stack.reference(x, expert))
 
 
-# ----------------------------------------------------------------------------------------- switches
-
-
-def test_families():
-    set_plain(["all"])
-    assert set(FAMILIES) == PLAIN and is_plain("tree") and not has_cpu_operators()
-    set_plain(["norm", "topk"])
-    assert {"norm", "topk"} == PLAIN
-    assert is_plain("norm") and is_plain("tree", "topk") and not is_plain("tree", "compact")
-    with pytest.raises(
-        ValueError, match="rotary, topk, tree, graphs or all, .* it has 'trees': correct"
-    ):
-        set_plain(["norm", "trees"])
-    assert {"norm", "topk"} == PLAIN, "nothing changed"
-    set_plain(())
-    assert not PLAIN
-
-
-def test_families_of_the_environment(monkeypatch):
-    for value, want in (
-        ("all", set(FAMILIES)),
-        ("norm, topk, graphs,", {"norm", "topk"}),
-        ("", set()),
-    ):
-        monkeypatch.setenv("GPT_EAGLE_PLAIN", value)
-        assert switches.plain_families() == want
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("PLAIN", "norm,trees", "topk, tree, graphs or all, separated by commas; it has 'trees': correct"),
-    ("TILES", "on", "GPT_EAGLE_TILES must be auto or none or hardware or emulation; it is 'on'"),
-])  # fmt: skip
-def test_a_wrong_switch_is_one_line_before_torch_is_imported(name, value, message):
-    code = (
-        "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'generate.py';"
-        "runpy.run_path('generate.py', run_name='__main__')"
-    )
-    env = os.environ | {f"GPT_EAGLE_{name}": value}
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1
-
-
-def test_a_switch_for_cuda_is_told_on_a_cpu(short_demo, monkeypatch, capsys):
-    monkeypatch.setenv("GPT_EAGLE_PLAIN", "graphs")
-    tokens(short_demo, draft="none", max_new_tokens=2)
-    note = "note: GPT_EAGLE_PLAIN: graphs are CUDA's, and the device is cpu; drop them"
-    assert capsys.readouterr().err.count(note) == 1
+# ----------------------------------------------------------------------------------------- the flag
 
 
 def test_the_flag_end_to_end(short_demo, capsys):
@@ -260,7 +196,7 @@ def test_the_flag_end_to_end(short_demo, capsys):
     got = capsys.readouterr()
     texts = [text.out.split('"tokens": ')[1].split("]")[0] for text in (want, got)]
     assert texts[0] == texts[1]
-    assert set(FAMILIES) == PLAIN and "--compile" not in got.err
+    assert is_plain() and "--compile" not in got.err
     generate.main([*argv, "--compile"])
     told = "note: --compile does not work here (PyTorch replaces the CPU operators); running"
     assert told in capsys.readouterr().err

@@ -15,7 +15,7 @@ from windows import KINDS, SIZES, Step, expected, random_step
 CASES = [((6, 2), 64), ((4, 4), 16), ((4, 1), 256)]  # heads, their width
 STARTS = [[37, 11], [0], [300, 0, 3]]
 OURS = choose(torch.device("cpu"))
-NEEDS_CPP = pytest.mark.skipif(not has_cpu_operators("attention"), reason="needs a C++ compiler")
+NEEDS_CPP = pytest.mark.skipif(not has_cpu_operators(), reason="needs a C++ compiler")
 
 
 def operands(step: Step, window: Window) -> tuple:

@@ -30,8 +30,7 @@ from test_kernels_cpu import (
 from torch import Tensor
 
 import backends.cpp.build
-from backends import switches
-from backends.cpp.build import choose_tiles
+from backends.cpp.build import choose_tiles, kind_of_tiles
 from backends.cpp.tiles import Operands, fault_of_hardware, matmuls
 from backends.library import tiles_in_use
 from backends.linear import linear_bf16_reference, linear_tiles_reference
@@ -304,7 +303,7 @@ def test_a_forked_child_multiplies_as_its_parent(unit):
 
 def test_the_unit_that_the_environment_names(monkeypatch):
     monkeypatch.delenv("GPT_EAGLE_TILES", raising=False)
-    assert switches.kind_of_tiles() == "auto"
+    assert kind_of_tiles() == "auto"
     program = "print(t.CHOSEN, t.products_are(t.linear_tiles_reference))"
     assert child(program, GPT_EAGLE_TILES="emulation", GPT_EAGLE_MARCH="") == "emulation True\n"
     with pytest.raises(RuntimeError, match="tiles are none, hardware or emulation"):

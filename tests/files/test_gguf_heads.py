@@ -242,7 +242,7 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
 
 def test_the_format_of_a_file(files, monkeypatch):
     """In blocks on a CPU, if no other is asked for; 16 bits as those of a directory."""
-    operators = has_cpu_operators("products")
+    operators = has_cpu_operators()
     for options, want in (
         ({"head": str(files())}, BLOCKS if operators else "none"),
         ({"head": str(files()), "quant_draft": "int8"}, "int8"),
@@ -279,7 +279,7 @@ def test_an_embedding_of_its_own(files, tmp_path):
         assert (wide_head(tmp_path / f"{name}.gguf", target).embedding is None) == (name == "same")
     export(tmp_path / "own", tmp_path / "blocks.gguf", "--type", "q8_0")
     engine = load(head=str(tmp_path / "blocks.gguf"), tree="chain", compile=True, **DECODING)
-    if has_cpu_operators("products"):
+    if has_cpu_operators():
         assert isinstance(engine.drafter.embedding, Embedding)
     assert generate(engine, PROMPTS).tokens == vanilla()
 
@@ -295,7 +295,7 @@ def test_tokens_in_any_order(files, tmp_path, monkeypatch):
     assert not (GgufHead(path).read("d2t").add(torch.arange(DRAFTED)).diff() > 0).all()
     target = load_model(TARGET)
     for form in ("none", BLOCKS):
-        if form == BLOCKS and not has_cpu_operators("products"):
+        if form == BLOCKS and not has_cpu_operators():
             continue
         quant = Quantization(BLOCKS, saved=True) if form == BLOCKS else None
         made = [load_head(p, target, quant, source=head_files(p, form)) for p in (files(), path)]

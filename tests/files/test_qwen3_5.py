@@ -400,9 +400,9 @@ COMPILES = ["whole passes", "C++", "plain"]
 @pytest.fixture
 def compiles(request):
     """Whether a pass over all layers is one call, where the dtype allows it."""
-    set_plain(["all"] if request.param == "plain" else ())
+    set_plain(request.param == "plain")
     yield request.param == "whole passes"
-    set_plain(())
+    set_plain(False)
 
 
 @pairwise(
