@@ -21,7 +21,6 @@ from backends.library import (
     has_triton,
     is_plain,
     refuse_gradients,
-    why_not_compiled,
 )
 from options import load_part
 
@@ -45,13 +44,12 @@ NAMES = (
     # lookups of drafts/
     *("keep_rows", "ngram_match", "ngram_draft", "add_chains"),
     # whole passes, and the machine
-    *("model_program", "head_program", "merges_steps", "single_thread"),
-    *("device_time", "why_not_compiled"),
+    *("model_program", "head_program", "merges_steps", "device_time"),
 )
 # a function in C++ -> the dtypes of models that it serves; of others all
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("rms_norm", "linear", "router_logits", "experts_linear"), BF16),
-    **dict.fromkeys(("model_program", "head_program", "single_thread"), BF16),
+    **dict.fromkeys(("model_program", "head_program"), BF16),
     **dict.fromkeys(("swiglu", "geglu", "clamped_swiglu", "delta_rule"), WIDENED),
     **dict.fromkeys(("rotary", "rotary_cache", "attention"), WIDENED),
     "rope_angles": (*WIDENED, torch.float16),
@@ -63,10 +61,9 @@ def on_cpu(dtype: torch.dtype) -> dict[str, Callable | Any]:
 
     dtype: of the model's weights that are not quantized
     """
-    functions = {"why_not_compiled": why_not_compiled}
     if is_plain():
-        return functions
-    functions |= {"attention": attention, "experts_linear": experts_linear}
+        return {}
+    functions = {"attention": attention, "experts_linear": experts_linear}
     if has_cpu_operators():
         own = vars(load_part("functions", "cpu"))
         refuse_gradients()

@@ -111,13 +111,6 @@ def describe_cpu() -> str:
     return f"{build.loaded() or build.processor()} {tiles_in_use()}"
 
 
-def why_not_compiled(device: torch.device) -> str:
-    """Return why the C++ operators do not run here, or "". On CUDA they are not asked for."""
-    if device.type == "cuda" or has_cpu_operators():
-        return ""
-    return "PyTorch replaces the CPU operators" if is_plain() else "it needs the CPU operators"
-
-
 @contextmanager
 def single_torch_thread(whether: bool = True) -> Iterator[None]:
     """Run PyTorch's own loops on one thread, and the C++ operators' on as many as before.

@@ -25,7 +25,6 @@ ADDS = {
         "head beside": "files.known_heads:head_beside",
         "hub": "files.hub:hub_model",
         "jinja": "files.jinja",
-        "moments": "files.calibrate:moments_of",
         "mtp": "files.mtp",
         "ollama": "files.ollama:ollama_model",
         "packaged": "files.packaged:fetch_default",

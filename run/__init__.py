@@ -10,7 +10,7 @@ OF_RANKS = (
     "smallest",
 )
 OF_SHARES = ("load_model", "split_lm_head")
-OPERATORS = ("device_time", "single_thread", "why_not_compiled", "with_times")
+OPERATORS = ("device_time", "with_times")
 NEEDS = ("files",)
 ADDS = {
     "operators": {name: f"run.clock:{name}" for name in OPERATORS},

@@ -1,4 +1,4 @@
-"""A session's clock, threads and compiler; cycles that read the clock between their steps.
+"""A session's clock, and cycles that read it between their steps.
 
 A backend may have other ones. Cycles read the clock inside captured graphs, too.
 """
@@ -6,8 +6,6 @@ A backend may have other ones. Cycles read the clock inside captured graphs, too
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,12 +54,6 @@ def with_times(report: Tensor, times: list[Any]) -> Tensor:
     return torch.cat((report, *columns), 1)
 
 
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Leave the cores to a backend's own threads, if it has any: here it has none."""
-    yield
-
-
 def device_time(device: torch.device) -> Tensor | int:
     """Read the clock in ns, after the work that was launched; only differences count.
 
@@ -70,8 +62,3 @@ def device_time(device: torch.device) -> Tensor | int:
     if device.type == "cuda":
         return torch.zeros((), dtype=torch.int64, device=device)
     return time.perf_counter_ns()
-
-
-def why_not_compiled(device: torch.device) -> str:
-    """Return why nothing makes steps of this device faster, or "". On CUDA torch.compile does."""
-    return "" if device.type == "cuda" else "it needs the CPU operators"

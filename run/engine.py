@@ -16,6 +16,7 @@ import torch
 import decode
 from decode import Buffers
 from drafters import Drafter
+from files.machine import single_torch_thread
 from options import load_part, require
 from run.clock import TimedCycle
 from run.observer import DraftMethod, Observer
@@ -93,7 +94,7 @@ class Engine(decode.Engine):
         """Run a step, as `decode.Engine`, beside which PyTorch leaves C++ operators the cores."""
         if self.captured or self.target.program is None:
             return super().run_step(buffers, key, body)
-        with self.target.backend.single_thread():
+        with single_torch_thread():
             return super().run_step(buffers, key, body)
 
     def option(self, name: str) -> Any:

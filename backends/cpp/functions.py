@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import backends.attention
 import reference
 from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of, steps_of_head
-from backends.library import single_torch_thread
 from backends.weight import Weight
 from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
 
@@ -38,7 +37,6 @@ swiglu = _ops.swiglu.default
 geglu = _ops.geglu.default
 clamped_swiglu = _ops.clamped_swiglu.default
 rope_angles = _ops.angles.default
-single_thread = single_torch_thread
 
 
 def cut(
