@@ -10,7 +10,6 @@ ADDS = {
         "cpu_operators_are_loaded": "backends.library:cpu_operators_are_loaded",
         "describe_cpu": "backends.library:describe_cpu",
         "has_cpu_operators": "backends.library:has_cpu_operators",
-        "is_plain": "backends.library:is_plain",
         "pack_codes": "backends.weight:pack_codes",
         "fault_of_tiles": "backends.cpp.tiles:fault_of_hardware",
         "gain_of_fetching": "backends.cpp.fetching:gain_of_fetching",

@@ -35,8 +35,6 @@ def blocks() -> Any:
 # whether there are C++ operators (built, if need be); whether they are loaded
 has_cpu_operators: Callable[..., bool] = part_or("machine", "has_cpu_operators", _no)
 cpu_operators_are_loaded: Callable[[], bool] = part_or("machine", "cpu_operators_are_loaded", _no)
-# whether the definitions replace our operators
-is_plain: Callable[..., bool] = part_or("machine", "is_plain", _no)
 # a context in which PyTorch's own loops run on one thread
 single_torch_thread: Callable[..., Any] = part_or("machine", "single_torch_thread", _unchanged)
 # the layouts of codes with zero points; None: they become numbers

@@ -24,10 +24,7 @@ ADDS = {
         **{name: f"models.recurrent:{name}" for name in ("delta_rule", "short_conv")},
         **{name: f"models.operators:{name}" for name in ("clamped_swiglu", "geglu", "soft_cap")},
     },
-    "step": {
-        name: f"models.steps:{name}"
-        for name in ("GeluGate", "HeadNorm", "OffsetNorm", "SplitGate", "WindowAttend")
-    },
+    "step": {"WindowAttend": "models.steps:WindowAttend"},
     "config": {"qwen": "models.mixtures:Qwen"},
     "architecture": {name: f"models.{file}" for file, name, _, _ in TABLE},
     "model type": {kind: name for _, name, kind, _ in TABLE},

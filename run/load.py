@@ -246,7 +246,7 @@ def how_to_run(config: GenerateConfig, device: str) -> bool | None:
     """
     if config.plain:
         return False
-    if config.compile is None and device.startswith("cpu"):
+    if config.compile is not False and device.startswith("cpu"):
         return has_cpu_operators()
     return config.compile
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from decode import PREFILL_WIDTHS, build_cycles
 from files.io import StatusLine
-from files.machine import has_cpu_operators, is_plain
 from files.rank import this_rank
 from options import load_part, log_note, one_line
 from run.engine import Engine
@@ -35,9 +34,9 @@ def warm_up(engine: Engine) -> Engine:
     --compile compiled. Where that does not work, a note says so, and the engine does without it.
     """
     how = engine.option("compile")
-    reason = why_not_compiled(engine.option("device")) if how else ""
+    reason = why_not_compiled(engine.device) if how and engine.on_cuda else ""
     if reason:
-        how = None if engine.captured else False
+        how = None
     chosen = engine.resolved | {"compile": how}
     if this_rank().world_size > 1:
         load_part("ranks", "check_same_on_all_ranks")(engine.config, **chosen)
@@ -88,14 +87,8 @@ def time_cycles(engine: Engine, status: StatusLine | None = None) -> list[float]
         return times
 
 
-def why_not_compiled(device: str) -> str:
+def why_not_compiled(device: torch.device) -> str:
     """Try the compiler on a small step. Returns: the reason why it does not work, or ""."""
-    if device.startswith("cpu"):  # there it means the C++ operators
-        if has_cpu_operators():
-            return ""
-        if is_plain():
-            return "PyTorch replaces the CPU operators"
-        return "it needs the CPU operators"
     try:
         torch.compile(_probe, fullgraph=True, options=OPTIONS)(torch.ones(2, device=device))
     except Exception as error:  # a missing or broken compiler may raise anything
