@@ -3,7 +3,7 @@
 The cache is a plain tuple of tensors that the caller owns. A step writes its keys and values to the
 slots that it is given. It sees the prefix below `start`, and behind it the slots that `mask`
 allows. This is one rule for prefill (causal), decoding (one token), tree verification (ancestors)
-and the levels of a draft head. A layer with a sliding window sees the last of them (`sliding`).
+and the levels of a draft head. A layer with a sliding window sees the last of them (`first`).
 A layer that is recurrent has a state and no slots (models/states.py).
 """
 
@@ -140,19 +140,6 @@ class Window(NamedTuple):
     # [B] int64, the first tokens, each behind the one before, that are kept whatever is decided;
     # None: none. For recurrent layers
     kept: Tensor | None = None
-
-
-def sliding(window: Window, size: int) -> Window:
-    """Return the window of a layer that sees the last `size` tokens of a path, its own included.
-
-    window: of a layer that sees them all: the visible slots of a row are its ancestors and itself,
-        in the order of the path
-    """
-    counts = window.mask.cumsum(2)  # [B, T, W], tokens of the path up to each slot
-    seen = counts[:, :, -1:]  # [B, T, 1]
-    mask = window.mask & (seen - counts < size)  # [B, T, W]
-    first = (window.start[:, None] + seen[:, :, 0] - size).clamp(min=0)  # [B, T]
-    return Window(window.slots, window.start, mask, first, window.paths)
 
 
 def causal_window(start: Tensor, rows: int, back: int = 0, backend: Backend = TORCH) -> Window:

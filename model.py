@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kv_cache import KVCache, Window, sliding
+from kv_cache import KVCache, Window
 from options import load_part, require
 from quantize import Linear
 from reference import TORCH, Backend
@@ -480,4 +480,4 @@ def windows_of(
         return None
     if backend.path_table is not None:
         window = replace_fields(window, paths=backend.path_table(window.mask))
-    return {0: window} | {size: sliding(window, size) for size in sizes}
+    return {0: window} | {size: backend.sliding(window, size) for size in sizes}

@@ -624,7 +624,7 @@ def attention(
     start: [B] int64, slots below it are visible to all tokens; start + W <= S
     mask: [B, T, W] bool, the slots among start .. start+W-1 that each token sees, at least one
     first: [B, T] int64, slots below it are hidden from a token and not read; 0 <= first < start + W
-        and, of a token that sees only a part of its path, the place of that part (kv_cache.sliding)
+        and, of a token that sees only a part of its path, the place of that part
     scale: of the scores; 0: E ** -0.5
     paths: [B, T, 1 + W] int32, from a backend's `path_table`, or None; read by that backend only
     sinks: [H], a further score of every row of a head, which takes its share and has no value

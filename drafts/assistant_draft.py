@@ -35,7 +35,7 @@ from files.heads import check_sizes
 from files.io import read_json
 from files.keys import WIDTH
 from files.weights import check_layers
-from kv_cache import KVCache, Window, causal_window, sliding
+from kv_cache import KVCache, Window, causal_window
 from model import Transformer, layer_names, run_layers, windows_of
 from options import load_part, require
 from quantize import Linear, Quantization
@@ -163,7 +163,7 @@ class AssistantHead(EagleHead):
         seen = torch.ones(*places.shape, 1, dtype=torch.bool, device=places.device)  # [B, T, 1]
         windows = windows_of((), Window(places, start, seen), self.backend)
         # the official mask shows one token more than the target's window
-        windows[model.window] = sliding(windows[0], model.window + 1)
+        windows[model.window] = self.backend.sliding(windows[0], model.window + 1)
         embedded = to_stream_dtype(embedded) * self.embedding_scale
         rows = self.start(embedded, features[..., -model.target_dim :], places)
         rows = rows.put("windows", windows)

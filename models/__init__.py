@@ -22,7 +22,10 @@ NEEDS = ("files",)
 ADDS = {
     "operators": {
         **{name: f"models.recurrent:{name}" for name in ("delta_rule", "short_conv")},
-        **{name: f"models.operators:{name}" for name in ("clamped_swiglu", "geglu", "soft_cap")},
+        **{
+            name: f"models.operators:{name}"
+            for name in ("clamped_swiglu", "geglu", "sliding", "soft_cap")
+        },
     },
     "step": {"WindowAttend": "models.steps:WindowAttend"},
     "config": {"qwen": "models.mixtures:Qwen"},

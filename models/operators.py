@@ -1,10 +1,12 @@
-"""Gates and caps that LLaMA and Mixtral lack, in plain PyTorch."""
+"""Gates, caps and windows that LLaMA and Mixtral lack, in plain PyTorch."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kv_cache import Window
 
 
 def soft_cap(scores: Tensor, cap: float) -> Tensor:
@@ -31,3 +33,16 @@ def clamped_swiglu(y: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = y.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+
+
+def sliding(window: Window, size: int) -> Window:
+    """Return the window of a layer that sees the last `size` tokens of a path, its own included.
+
+    window: of a layer that sees them all: the visible slots of a row are its ancestors and itself,
+        in the order of the path
+    """
+    counts = window.mask.cumsum(2)  # [B, T, W], tokens of the path up to each slot
+    seen = counts[:, :, -1:]  # [B, T, 1]
+    mask = window.mask & (seen - counts < size)  # [B, T, W]
+    first = (window.start[:, None] + seen[:, :, 0] - size).clamp(min=0)  # [B, T]
+    return Window(window.slots, window.start, mask, first, window.paths)

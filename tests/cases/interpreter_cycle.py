@@ -24,8 +24,9 @@ from draft_tree import Children, DecodedTokens, Level, Scores
 from drafts.block_draft import slide
 from drafts.ngram_draft import Ngram, lookup
 from helpers import slow, with_head_norms
-from kv_cache import KVCache, sliding
+from kv_cache import KVCache
 from model import ModelConfig
+from models.operators import sliding
 from reference import rope_angles
 from windows import KINDS, expected, random_step
 

@@ -8,7 +8,8 @@ import torch
 import backends.attention
 import reference
 from backends.library import has_cpu_operators
-from kv_cache import Window, causal_window, sliding
+from kv_cache import Window, causal_window
+from models.operators import sliding
 from reference import choose
 from windows import KINDS, SIZES, Step, expected, random_step
 

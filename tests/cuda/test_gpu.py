@@ -48,8 +48,9 @@ from helpers import (
     share_that_differs,
     with_head_norms,
 )
-from kv_cache import KVCache, sliding
+from kv_cache import KVCache
 from model import ModelConfig, RotaryEmbeddings, Transformer
+from models.operators import sliding
 from reference import choose, use_backend
 from run.engine import Engine
 from run.generate import generate, load
