@@ -2,21 +2,25 @@
 
 1. Medusa: head i predicts the token i + 2 places behind the feature, whatever lies between. It is
    residual blocks x + SiLU(W x + b). All levels follow at once (`LevelDrafter`), so nothing runs
-   while the tree grows; the first blocks of all heads are one matmul.
+   while the tree grows.
 2. Hydra: head i sees the feature and the embeddings of the i + 1 tokens behind it, side by side.
    Its first block maps them to the width of a feature by R x + SiLU(W x). The output of a node is
    the input of its children's head, so its width gives the level; a node only concatenates.
 3. Hydra++ adds a layer of causal attention over the text's features (prefix attention). The heads
    then take its last output in place of the feature, and `extend` fills its cache.
-4. LM heads are the heads' own, or the target's.
+4. Modules have the official names, those of `medusa_lm_head` and `hydra_lm_head` files. The weights
+   decide the number of heads and what LM heads they have: heads without any score with the
+   target's, Medusa's where config.json says version 2, Hydra's where it says `hydra_lm_head` is
+   `target` (ours).
 
-Sources: Medusa (arXiv 2401.10774), sections 2.1 and 2.3; Hydra (arXiv 2402.05109), 3 and 4.
+Sources: the papers and the official code of Medusa (arXiv 2401.10774) and Hydra (arXiv 2402.05109).
 Not here: typical acceptance, which changes the output; Hydra's heads with attention among drafted
-tokens (the official `cross-attn` and `eagle-attn`); the files (files/token_heads.py).
+tokens (the official `cross-attn` and `eagle-attn`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +28,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, Frontier, StaticTree
+from draft_tree import MAX_NODES, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, TreeDrafter
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
 from eagle_draft import EagleState, fill
-from files.checkpoint import WeightFiles, saved_quantization
+from files.checkpoint import TensorSource, WeightFiles, saved_quantization
+from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from files.head_kinds import head_kind
-from files.token_heads import TokenHeads, is_unused, read_token_heads
+from files.heads import check_sizes, note_keys
 from kv_cache import KVCache, Window, causal_window
-from model import Layer, Transformer, run_layers, windows_of
+from model import Layer, ModelConfig, Transformer, layer_names, run_layers, windows_of
+from options import log_note, require
 from quantize import Linear, Quantization
 from reference import TORCH, Backend
 from run.heads import draft_lm_head
@@ -41,69 +47,210 @@ from run.options import GenerateConfig
 from runtime import replace_fields
 from steps import Rows, add_modules, run_steps
 
+COUNT = integer(1, MAX_NODES - 1)
+TRUE = Rule("true: heads that are not grounded are Medusa's", lambda v: v is True)
+ZERO = Rule("0: other layers' features are not supported", lambda v: type(v) is int and v == 0)
+# tensors that may stay unused: the target's embedding, which is a module of the official heads
+UNUSED = ("input_embed_fn.", "prefix_embeding_layer.embed_tokens.")
+PREFIX = "prefix_embeding_layer.layers.0."
 
-class Heads(nn.Module):
-    """The blocks behind the first one of all heads, and their LM heads."""
+
+# ---------------------------------------------------------------------------------- the files
+
+
+@dataclass(frozen=True)
+class HFMedusa:
+    """The keys of config.json of Medusa's heads."""
+
+    heads: int = key(COUNT, name="medusa_num_heads")
+    layers: int = key(COUNT, 1, "medusa_num_layers")
+    version: str | None = key(TEXT, None)  # "2": heads without LM heads
+    draft_sharpness: float = key(positive(1e6), 1.0)  # ours, as of EAGLE heads
+    prefix = False
+
+    @property
+    def shares_lm_head(self) -> bool:
+        """Return whether heads may have no LM heads."""
+        return self.version == "2"
+
+
+@dataclass(frozen=True)
+class HFHydra:
+    """The keys of config.json of Hydra's heads."""
+
+    heads: int = key(COUNT, name="hydra_num_heads")
+    grounded_heads: bool = key(TRUE)  # officially false where it is missing
+    layers: int = key(COUNT, 1, "hydra_num_layers")
+    hydra_head_arch: str = key(only("mlp", "prefix-mlp"), "mlp")
+    hidden_state_offset: int = key(ZERO, 0)
+    hydra_lm_head: str = key(only("own", "target"), "own")  # ours
+    dropout_rate: float | None = key(positive(1.0), None)  # of training
+    draft_sharpness: float = key(positive(1e6), 1.0)  # ours
+
+    @property
+    def prefix(self) -> bool:
+        """Return whether a layer of attention is before the heads: Hydra++."""
+        return self.hydra_head_arch == "prefix-mlp"
+
+    @property
+    def shares_lm_head(self) -> bool:
+        """Return whether heads may have no LM heads."""
+        return self.hydra_lm_head == "target"
+
+
+@dataclass(frozen=True)
+class TokenHeads:
+    """The shape of Medusa's or Hydra's heads."""
+
+    kind: str  # medusa or hydra
+    heads: int  # D, drafted levels
+    layers: int  # of a head
+    model: ModelConfig  # a layer of the target's shape: its width F and vocabulary V are theirs
+    own_lm_heads: bool  # False: the target's
+    sharpness: float = 1.0  # c in log softmax(c z), see drafters.py
+    prefix: bool = False  # Hydra++: that layer, of attention, is before the heads
+
+    def lm_head_name(self, head: int) -> str:
+        """Return the official name of the weight of a head's LM head."""
+        if self.kind == "medusa":
+            return f"{head}.{self.layers}.weight"
+        return f"hydra_lm_head.{head}.{'1.' * self.prefix}weight"
+
+
+def read_token_heads(files: TensorSource, kind: str, target: ModelConfig) -> TokenHeads:
+    """Read the shape of heads of the kind medusa or hydra, and check it against the target.
+
+    Raises: ValueError for a wrong key, heads of another target, or missing LM heads.
+    """
+    record = HFMedusa if kind == "medusa" else HFHydra
+    with naming(files.path / "config.json"):
+        hf = read_fields(files.config, record)
+    heads = _count(files, kind, hf.heads)
+    layer = replace(target, n_layers=1)
+    shape = TokenHeads(kind, heads, hf.layers, layer, True, hf.draft_sharpness, hf.prefix)
+    fault = (
+        f"{files.path}: a prefix layer has the target's shape, and the target is a mixture of "
+        "experts; use heads of hydra_head_arch mlp"
+    )
+    require(not (shape.prefix and target.n_experts), fault)
+    lm_heads = list(map(shape.lm_head_name, range(heads)))
+    missing = [name for name in lm_heads if name not in files.readers]
+    # some of Medusa's version 2 have LM heads all the same
+    shares = hf.shares_lm_head and (kind == "hydra" or len(missing) == heads)
+    fault = (
+        f"{files.path}: the LM heads {', '.join(missing)} are missing; download them again, or "
+        'say in config.json that heads use the target\'s (medusa: "version": "2")'
+    )
+    require(shares or not missing, fault)
+    vocab_size = target.vocab_size if shares else files.read(lm_heads[0]).shape[0]
+    begin = {"medusa": "0.0.", "hydra": f"hydra_mlp.0.{int(shape.prefix)}."}
+    first = begin[kind] + "linear.weight"
+    if first in files.readers:  # else its absence is reported with those of others
+        check_sizes(files.path, files.read(first).shape[0], vocab_size, target)
+    note_keys(files.path, files.config, (record,), {})
+    return replace(shape, own_lm_heads=not shares)
+
+
+def _count(files: TensorSource, kind: str, said: int) -> int:
+    """Return the number of heads in the weights.
+
+    The official config of Medusa's Vicuna heads says 2, and the weights are 5.
+    Raises: ValueError for fewer than config.json says.
+    """
+    prefix = "hydra_mlp." if kind == "hydra" else ""
+    numbers = {
+        name.removeprefix(prefix).split(".")[0] for name in files.readers if name.startswith(prefix)
+    }
+    held = 0
+    while str(held) in numbers:
+        held += 1
+    says = f"{files.path}: config.json says {kind}_num_heads {said}"
+    require(held >= said, f"{says}, and the weights hold {held} heads; download them again")
+    if held > said:
+        log_note(f"{says}; the weights hold {held} heads, and all of them draft")
+    return held
+
+
+def is_unused(name: str) -> bool:
+    """Return whether a tensor may stay unused: the target's embedding, a table of RoPE."""
+    return name.startswith(UNUSED) or name.endswith("rotary_emb.inv_freq")
+
+
+# ---------------------------------------------------------------------------------- the modules
+
+
+class Block(nn.Module):
+    """A residual block, which may make its inputs narrower: [..., inputs] -> [..., F]."""
+
+    def __init__(self, inputs: int, dim: int):
+        super().__init__()
+        self.linear = Linear(inputs, dim)
+        self.res_connection = nn.Identity() if inputs == dim else Linear(inputs, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.Module):
+    """Medusa's heads. With LM heads of their own they return scores: [..., F] -> [..., V]."""
 
     vocab = None  # all tokens are drafted
 
     def __init__(self, config: TokenHeads):
         super().__init__()
         self.config = config
-        self.prefix: nn.ModuleList | None = None
         dim = config.model.dim
-        every = range(config.heads)
-        self.deeper = nn.ModuleList(
-            nn.ModuleList(Linear(dim, dim) for _ in range(config.layers - 1)) for _ in every
-        )
-        bias = config.kind == "hydra"
-        lm_heads = every if config.own_lm_heads else ()
-        self.lm_heads = nn.ModuleList(
-            Linear(dim, config.model.vocab_size, bias, fp32_out=True) for _ in lm_heads
-        )
+        self.heads = nn.ModuleList()  # names of files begin with the number of a head
+        for _ in range(config.heads):
+            blocks = [Block(dim, dim) for _ in range(config.layers)]
+            if config.own_lm_heads:
+                blocks.append(Linear(dim, config.model.vocab_size, False, fp32_out=True))
+            self.heads.append(nn.Sequential(*blocks))
 
-    def finish(self, x: Tensor, head: int) -> Tensor:
-        """Run the blocks of a head behind its first one: [..., F] -> [..., F]."""
-        for block in self.deeper[head]:
-            x = x + F.silu(block(x))
-        return x
+    def weight_names(self) -> dict[str, tuple[str, ...]]:
+        """Return our parameter's name -> the official tensors."""
+        return {name: (name.removeprefix("heads."),) for name, _ in self.named_parameters()}
 
 
-class MedusaHeads(Heads):
-    """Medusa's heads."""
+class HydraHeads(nn.Module):
+    """Hydra's heads, and the prefix layer of Hydra++, whose heads have a dropout before a block."""
 
-    def __init__(self, config: TokenHeads):
-        super().__init__(config)
-        self.first = Linear(config.model.dim, config.heads * config.model.dim)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return the input of every LM head: [..., F] -> [..., D, F]."""
-        x = self.first(features).unflatten(-1, (self.config.heads, -1))  # [..., D, F]
-        x = features[..., None, :] + F.silu(x)
-        return torch.stack([self.finish(one, i) for i, one in enumerate(x.unbind(-2))], -2)
-
-
-class HydraHeads(Heads):
-    """Hydra's heads, and the prefix layer of Hydra++."""
-
+    vocab = None  # all tokens are drafted
     backend: Backend = TORCH  # as the target's
 
     def __init__(self, config: TokenHeads):
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         dim = config.model.dim
-        self.first = nn.ModuleList(  # W above R
-            Linear((i + 2) * dim, 2 * dim) for i in range(config.heads)
-        )
+        self.hydra_mlp = nn.ModuleList()
+        self.hydra_lm_head = nn.ModuleList()
+        for level in range(config.heads):
+            widths = [(level + 2) * dim] + [dim] * (config.layers - 1)
+            self.hydra_mlp.append(self.dropped(*(Block(width, dim) for width in widths)))
+            if config.own_lm_heads:
+                lm_head = Linear(dim, config.model.vocab_size, fp32_out=True)
+                self.hydra_lm_head.append(self.dropped(lm_head) if config.prefix else lm_head)
         if config.prefix:
-            self.prefix = nn.ModuleList([Layer(config.model.layer(0))])
-            self.last = config.model.last()
-            add_modules(self, self.last)
+            self.prefix_embeding_layer = nn.Module()
+            self.prefix_embeding_layer.layers = nn.ModuleList([Layer(config.model.layer(0))])
+            add_modules(self.prefix_embeding_layer, config.model.last())
+
+    def dropped(self, *parts: nn.Module) -> nn.Sequential:
+        """Join modules, each behind the place of its dropout, if there are such."""
+        places = ([nn.Identity()] if self.config.prefix else []) + [None]
+        return nn.Sequential(*(place or part for part in parts for place in places))
+
+    def weight_names(self) -> dict[str, tuple[str, ...]]:
+        """Return our parameter's name -> the official tensors."""
+        names = {name: (name,) for name, _ in self.named_parameters()}
+        if self.config.prefix:
+            model = self.config.model
+            names |= layer_names(PREFIX, PREFIX, model.layer(0), model.names)
+        return names
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input of a level's LM head: [..., (i + 2) F] -> [..., F], level i."""
-        level = self.level(x)
-        y, residual = self.first[level](x).chunk(2, -1)
-        return self.finish(residual + F.silu(y), level)
+        return self.hydra_mlp[self.level(x)](x)
 
     def level(self, x: Tensor) -> int:
         """Return the level of a node's children by the width of its output."""
@@ -117,8 +264,15 @@ class HydraHeads(Heads):
         """
         windows = windows_of((), window, self.backend)
         rows = Rows(features, ropes=self.ropes(positions), windows=windows)
-        rows, _ = run_layers(self.prefix, rows, cache)
-        return run_steps(self.last, self, rows).h
+        prefix = self.prefix_embeding_layer
+        rows, _ = run_layers(prefix.layers, rows, cache)
+        return run_steps(self.config.model.last(), prefix, rows).h
+
+
+Heads = MedusaHeads | HydraHeads
+
+
+# ---------------------------------------------------------------------------------- the drafters
 
 
 class FeatureState(NamedTuple):
@@ -147,7 +301,7 @@ class TokenDrafter(TreeDrafter):
         super().__init__(target, tree, **{"sharpness": heads.config.sharpness} | options)
         self.heads = heads
         self.levels = heads.config.heads
-        self.layers = heads.prefix
+        self.layers = heads.prefix_embeding_layer.layers if heads.config.prefix else None
         self.target = target
         self.embedding = target.embedding
         self.lm_head = lm_head or target.lm_head
@@ -171,10 +325,9 @@ class MedusaDrafter(TokenDrafter, LevelDrafter):
     """Drafts with `MedusaHeads`."""
 
     def level_scores(self, state: FeatureState, inputs: DraftInputs) -> Tensor:
-        x = self.heads(state.hidden).squeeze(1)[:, : self.tree.depth]  # [B, D, F]
-        if not self.heads.config.own_lm_heads:
-            return self.lm_head(x)
-        return torch.cat([head(row) for head, row in zip(self.heads.lm_heads, x.split(1, 1))], 1)
+        levels = [head(state.hidden) for _, head in zip(range(self.tree.depth), self.heads.heads)]
+        x = torch.cat(levels, 1)  # [B, D, F], or of LM heads [B, D, V]
+        return x if self.heads.config.own_lm_heads else self.lm_head(x)
 
 
 class HydraDrafter(TokenDrafter):
@@ -183,7 +336,7 @@ class HydraDrafter(TokenDrafter):
     def init(self, batch: int, slots: int) -> FeatureState | EagleState:
         """Make an empty state: the last feature, or the prefix layer's cache and last output."""
         state = super().init(batch, slots)
-        if not self.heads.prefix:
+        if not self.heads.config.prefix:
             return state
         hidden = state.hidden
         config = self.heads.config.model
@@ -194,7 +347,7 @@ class HydraDrafter(TokenDrafter):
         self, state: FeatureState | EagleState, update: DrafterUpdate
     ) -> FeatureState | EagleState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1 of the prefix layer."""
-        if not self.heads.prefix:
+        if not self.heads.config.prefix:
             return super().extend(state, update)
         window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         out = self.heads.attend(update.features, window.slots, state.cache, window)
@@ -219,7 +372,7 @@ class HydraDrafter(TokenDrafter):
         x = self.heads(out)  # [B, R, F]
         if not self.heads.config.own_lm_heads:
             return self.lm_head(x)
-        return self.heads.lm_heads[self.heads.level(out)](x)
+        return self.heads.hydra_lm_head[self.heads.level(out)](x)
 
 
 def make_heads(config: TokenHeads) -> Heads:
@@ -238,7 +391,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     with torch.device("meta"):
         heads = make_heads(config)
     quant = saved_quantization(files.config) or quant
-    fill(heads, target, files, config.names(), quant, is_unused)
+    fill(heads, target, files, heads.weight_names(), quant, is_unused)
     return heads
 
 

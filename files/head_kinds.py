@@ -4,7 +4,7 @@ A row of `LAYOUTS` says how its files are told from others, and how their tensor
 layout that is read (`official`): Medusa's, Hydra's, z-lab's of block drafters, SafeAILab's of
 EAGLE. Kinds are values of `--draft` (run/options.py). Files with the marks of several kinds are
 refused. No torch is imported.
-Not here: reading the heads (files/heads.py, files/token_heads.py), the keys of their config.json.
+Not here: reading the heads (files/heads.py, drafts/token_draft.py), the keys of their config.json.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from drafts.block_draft import BlockHead
 from drafts.block_heads import BlockConfig
-from drafts.token_draft import Heads, MedusaHeads, make_heads
+from drafts.token_draft import Block, Heads, TokenHeads, make_heads
 from files.checkpoint import WeightFiles
-from files.token_heads import TokenHeads
 from files.weights import export_weights
 from helpers import GOLDEN, golden_target
 from model import ModelConfig, Transformer
@@ -39,7 +38,7 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
     heads = make_heads(shape)
     with torch.no_grad():
         start_as_identity(heads, target)
-    tensors = export_weights(heads, shape.names(), c, torch.bfloat16)
+    tensors = export_weights(heads, heads.weight_names(), c, torch.bfloat16)
     keys = {f"{method}_num_heads": shape.heads, f"{method}_num_layers": shape.layers}
     if method == "medusa":
         keys |= {} if own else {"version": "2"}
@@ -53,23 +52,22 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
 
 def start_as_identity(heads: Heads, target: Transformer) -> None:
     """Set the weights of new heads: the linear residual of Hydra's first block passes the feature on."""
-    for lm_head in heads.lm_heads:
-        lm_head.weight.copy_(target.lm_head.weight)
-        if lm_head.bias is not None:
-            lm_head.bias.zero_()
-    for module in (*heads.first.modules(), *heads.deeper.modules()):
-        if isinstance(module, Linear):
-            module.weight.zero_()
-            module.bias.zero_()
-    if heads.prefix:
-        for layer in (heads.prefix[0].wo, heads.prefix[0].w2):
-            layer.weight.zero_()
-    if isinstance(heads, MedusaHeads):
-        return
     dim = target.config.dim
-    for first in heads.first:
-        first.weight[dim:].normal_(std=0.02)
-        first.weight[dim:, :dim] += torch.eye(dim)
+    for module in heads.modules():
+        if isinstance(module, Linear) and module.fp32_out:
+            module.weight.copy_(target.lm_head.weight)
+            if module.bias is not None:
+                module.bias.zero_()
+        if isinstance(module, Block):
+            for parameter in module.parameters():
+                parameter.zero_()
+            if isinstance(module.res_connection, Linear):
+                module.res_connection.weight.normal_(std=0.02)
+                module.res_connection.weight[:, :dim] += torch.eye(dim)
+    if heads.config.prefix:
+        prefix = heads.prefix_embeding_layer.layers[0]
+        for layer in (prefix.wo, prefix.w2):
+            layer.weight.zero_()
 
 
 def write_draft_model(out: Path, model: str) -> None:
