@@ -54,10 +54,34 @@ def _token_rows(tokens: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.zeros(tokens, width), freeze=False)
 
 
+class MarkovHead(nn.Module):
+    """DSpark's bias of low rank for the token before."""
+
+    def __init__(self, config: BlockConfig, drafted: int):
+        super().__init__()
+        rank = config.markov_rank
+        self.markov_w1 = _token_rows(config.model.vocab_size, rank)
+        self.markov_w2 = Linear(rank, drafted, bias=False)
+        if config.markov_gated:
+            self.gate_proj = Linear(config.model.dim + rank, rank)
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2's vectors of a token as the one before and behind, and what a level makes of them."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        rank = config.selector_rank
+        self.predecessor_codebook = _token_rows(config.model.vocab_size, rank)
+        self.successor_codebook = _token_rows(config.model.vocab_size, rank)
+        self.hidden_projection = Linear(config.model.dim, rank, bias=False)
+
+
 class BlockHead(Transformer):
     """The layers over a block, and the inputs of their keys and values.
 
-    The embedding and the LM head are the target's, unless the files have others.
+    The embedding and the LM head are the target's, unless the files have others. Modules beside the
+    layers have the official names.
     """
 
     def __init__(self, config: BlockConfig):
@@ -75,22 +99,16 @@ class BlockHead(Transformer):
         if config.own_lm_head:
             self.lm_head = Linear(model.dim, drafted, bias=False, fp32_out=True)
         if config.markov_rank:
-            self.markov_w1 = _token_rows(model.vocab_size, config.markov_rank)
-            self.markov_w2 = Linear(config.markov_rank, drafted, bias=False)
-        if config.markov_gated:
-            self.markov_gate = Linear(model.dim + config.markov_rank, config.markov_rank)
+            self.markov_head = MarkovHead(config, drafted)
         if config.selector_rank:
-            self.selector_before = _token_rows(model.vocab_size, config.selector_rank)
-            self.selector_after = _token_rows(model.vocab_size, config.selector_rank)
-            self.selector_hidden = Linear(model.dim, config.selector_rank, bias=False)
+            self.candidate_selector = CandidateSelector(config)
         if config.transfer_rank:
-            self.codes = _token_rows(model.vocab_size, config.transfer_rank)
+            self.transfer_codes = _token_rows(model.vocab_size, config.transfer_rank)
         if config.correlator:
-            self.correlator = Correlator(config.correlator, model, config.levels)
+            self.lilicorr = Correlator(config.correlator, model, config.levels)
         if config.confidence:
-            self.confidence_weight = nn.Parameter(torch.zeros(1, config.confidence))
-            bias = nn.Parameter(torch.zeros(1)) if config.confidence_bias else None
-            self.confidence_bias = bias
+            proj = nn.Linear(config.confidence, 1, config.confidence_bias)
+            self.confidence_head = nn.ModuleDict({"proj": proj})
 
     def read(self, taps: Tensor, cache: KVCache, window: Window) -> Tensor:
         """Turn the target's hidden states into keys and values.
@@ -138,11 +156,11 @@ class BlockHead(Transformer):
     def token_rows(self, tokens: Tensor) -> Tensor:
         """Return the rows of the tokens before for `score_pairs`: [B, R] int64 -> [B, R, rank]."""
         if self.config.selector_rank:
-            return self.selector_before(tokens)
+            return self.candidate_selector.predecessor_codebook(tokens)
         if self.config.markov_rank:
-            return self.markov_w1(tokens)
+            return self.markov_head.markov_w1(tokens)
         if self.config.transfer_rank:
-            return math.sqrt(self.config.transfer_rank) * self.codes(tokens)
+            return math.sqrt(self.config.transfer_rank) * self.transfer_codes(tokens)
         if self.config.correlator:  # which has scored them all
             return tokens
         return self.norm.weight.new_zeros(*tokens.shape, 0)
@@ -156,9 +174,9 @@ class BlockHead(Transformer):
         """
         if self.config.markov_gated:
             both = (hidden.expand(-1, before.shape[1], -1), before.to(hidden.dtype))
-            before = before * torch.sigmoid(self.markov_gate(torch.cat(both, -1)))
+            before = before * torch.sigmoid(self.markov_head.gate_proj(torch.cat(both, -1)))
         if self.config.markov_rank:
-            return scores + self.markov_w2(before.to(hidden.dtype))
+            return scores + self.markov_head.markov_w2(before.to(hidden.dtype))
         if not self.config.selector_top:
             return scores
         best, ids = scores.topk(self.config.selector_top)  # [B, 1, K]
@@ -166,8 +184,9 @@ class BlockHead(Transformer):
             pairs = self.refined(hidden, before, ids, lm_head)  # [B, R, K]
         else:
             tokens = self.vocab.tokens(ids[:, 0]) if self.vocab else ids[:, 0]
-            after = self.selector_after(tokens).float()  # [B, K, rank]
-            context = before.float() * self.selector_hidden(hidden).float()  # [B, R, rank]
+            selector = self.candidate_selector
+            after = selector.successor_codebook(tokens).float()  # [B, K, rank]
+            context = before.float() * selector.hidden_projection(hidden).float()  # [B, R, rank]
             pairs = best + context @ after.transpose(1, 2)
         return spread(pairs, ids, scores.shape[-1])
 
@@ -191,10 +210,9 @@ class BlockHead(Transformer):
         """
         inputs = torch.cat((hidden.expand(-1, before.shape[1], -1), before), -1)
         inputs = inputs[..., : self.config.confidence].float()
-        odds = F.linear(inputs, self.confidence_weight.float()).squeeze(-1)
-        if self.confidence_bias is not None:
-            odds = odds + self.confidence_bias.float()
-        return F.logsigmoid(odds)
+        proj = self.confidence_head["proj"]
+        bias = None if proj.bias is None else proj.bias.float()
+        return F.logsigmoid(F.linear(inputs, proj.weight.float(), bias).squeeze(-1))
 
 
 def spread(pairs: Tensor, ids: Tensor, vocab: int) -> Tensor:
@@ -390,7 +408,7 @@ class LatticeDrafter(SparkDrafter):
         log_probs = best - z.logsumexp(-1, keepdim=True)
         embedded = self.head.embedding(ids)  # [B, S, K, F]
         anchor = state.anchor[:, 0] * (state.length > 0)[:, None]
-        pairs = self.head.correlator(embedded, log_probs, hidden, anchor)
+        pairs = self.head.lilicorr(embedded, log_probs, hidden, anchor)
         return Lattice(ids, pairs, inputs.text.root[:, None]), inputs.text.pos
 
     def logits(self, out: Lattice, level: int) -> Tensor:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drafters import DraftVocab
 from drafts.block_layers import SIZE, BlockModel
@@ -272,51 +272,20 @@ def _check_weights(files: HeadFiles, config: BlockConfig) -> None:
         require(not holds, f"{files.path}: {fault}")
 
 
-def in_files(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of `block_names` in the shape that files have, see `files.heads.JOINED`."""
-    if name.endswith("_conv.base_kernel"):  # before and behind a sublayer
-        return tensor.unflatten(0, (2, -1))
-    return tensor
-
-
-# the parts of a drafter beside its layers: ours -> the official tensors
-PARTS = {
-    "norm": "norm",
-    "fc": "fc",
-    "hidden_norm": "hidden_norm",
-    "markov_w1": "markov_head.markov_w1",
-    "markov_w2": "markov_head.markov_w2",
-    "markov_gate": "markov_head.gate_proj",
-    "selector_hidden": "candidate_selector.hidden_projection",
-    "embedding": "embed_tokens",
-    "lm_head": "lm_head",
-}
-TABLES = {
-    "codes.weight": "transfer_codes",
-    "selector_before.weight": "candidate_selector.predecessor_codebook",
-    "selector_after.weight": "candidate_selector.successor_codebook",
-    "confidence_weight": "confidence_head.proj.weight",
-    "confidence_bias": "confidence_head.proj.bias",
-}
+def name_in_files(official: str) -> str:
+    """Return the name of a tensor in the directories that we write: codebooks are no embeddings."""
+    return official.removesuffix(".weight") if official.endswith("_codebook.weight") else official
 
 
 def block_names(head: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return our parameter's name -> the official tensors. head: a `BlockHead`"""
-    config = head.config
-    names = {}
-    for name, _ in head.named_parameters():
-        module, _, kind = name.rpartition(".")
-        if name in TABLES:
-            names[name] = (TABLES[name],)
-        elif module in PARTS:
-            names[name] = (f"{PARTS[module]}.{kind}",)
-        elif name.startswith("correlator."):
-            names[name] = (name.replace("correlator", "lilicorr", 1),)
-    if not config.own_embedding:  # it is the target's
-        names.pop("embedding.weight", None)
-    for i in range(config.model.n_layers):
+    model = head.config.model
+    names = {name: (name,) for name, _ in head.named_parameters()}
+    if head.config.own_embedding:
+        names["embedding.weight"] = ("embed_tokens.weight",)
+    for i in range(model.n_layers):
         layer = f"layers.{i}."
-        names |= layer_names(layer, layer, config.model.layer(i), config.model.names)
-    if config.transfer_rank:  # behind the last layer, too
-        names |= layer_names("", layer, config.model.injected(), config.model.names)
+        names |= layer_names(layer, layer, model.layer(i), model.names)
+    if head.config.transfer_rank:  # behind the last layer, too
+        names |= layer_names("", layer, model.injected(), model.names)
     return names

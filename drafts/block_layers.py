@@ -107,7 +107,7 @@ class BaseKernel(nn.Module):
 
     def __init__(self, taps: int, dim: int):
         super().__init__()
-        self.base_kernel = nn.Parameter(torch.zeros(2 * taps, dim))
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, dim))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Convolve(Step):
         return (f"{self.name}.base_kernel",) if self.side == 0 else ()
 
     def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        base = getattr(layer, self.name).base_kernel.chunk(2)[self.side]  # [taps, F]
+        base = getattr(layer, self.name).base_kernel[self.side]  # [taps, F]
         dynamic = rows.get("kernel").chunk(2, -1)[self.side].unflatten(-1, (self.taps, -1))
         T = rows.h.shape[1]
         y = torch.zeros_like(rows.h)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class GgufHead(GgufFile):
         kernel = re.fullmatch(r"blk\.(\d+)\.(attn|ffn)_conv_base", name)
         if kernel:
             official = f"layers.{kernel[1]}.{CONVOLUTIONS[kernel[2]]}.base_kernel"
-            yield official, partial(self._tensor, name)
+            yield official, lambda: self._tensor(name).flatten(0, -2).unflatten(0, (2, -1))
             return
         for official, read in super()._readers(name):
             yield official.removeprefix("model."), read

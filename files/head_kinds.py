@@ -59,7 +59,7 @@ BLOCK = Layout(
     tensors=r"hidden_norm\.weight",
     # z-lab's class has the codebooks in embeddings; DSpine's injections are of a layer, or of all
     renames=(
-        (r"_codebook\.weight$", "_codebook"),
+        (r"(_codebook|^transfer_codes)$", r"\1.weight"),
         (r"^injection\.(\w+)\.(\d+)\.", r"layers.\2.injection.\1."),
     ),
 )

@@ -51,8 +51,6 @@ from quantize import BLOCKS, Quantization, decode
 MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
 DRAFT_INPUTS = "feature&shifted"
-# endings of tensors' names -> the first and last of the dimensions that are one here
-JOINED = {MASK: (0, -1), "_conv.base_kernel": (0, -2)}
 # keys of config.json -> the same in other words
 OTHER_WORDS = {
     "causal_head": "causal",  # JetSpec's
@@ -168,9 +166,8 @@ class HeadFiles(TensorSource):
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
         for name in [*self.readers]:
-            for ending, dims in JOINED.items():
-                if name.endswith(ending):
-                    self.readers[name] = partial(_joined, self.readers[name], *dims)
+            if name == MASK:
+                self.readers[name] = partial(_row, self.readers[name])
             if name.startswith("injection."):  # DSpine's, of all layers: read for each, as small
                 read = self.readers.pop(name)
                 self.readers |= {f"layers.{i}.{name}": read for i in range(layers_of(self))}
@@ -203,8 +200,8 @@ class HeadFiles(TensorSource):
             )
 
 
-def _joined(read: Callable[[], Tensor], first: int, last: int) -> Tensor:
-    return read().flatten(first, last)
+def _row(read: Callable[[], Tensor]) -> Tensor:
+    return read().flatten()
 
 
 def flat_keys(raw: dict) -> dict:

@@ -55,7 +55,12 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
     LiLiCorr's correlator stays as it is.
     """
     others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
-    others += ("mlp.router.weight", "markov_w1.weight", "confidence_head.proj.weight")
+    others += (
+        "mlp.router.weight",
+        "markov_w1.weight",
+        "_codebook.weight",
+        "confidence_head.proj.weight",
+    )
     is_matrix = tensor.dim() == 2 and name.endswith(".weight")
     return is_matrix and not name.endswith(others) and not name.startswith("lilicorr.")
 

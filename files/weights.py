@@ -147,7 +147,8 @@ class CheckpointLoader(Loader):
         module = model.get_submodule(owner)
         shape = getattr(module, leaf).shape
         if not packed and theirs[0] in self.files.quantized:  # an embedding in blocks
-            setattr(model, owner, self.embedding(theirs, shape))
+            parent, _, last = owner.rpartition(".")
+            setattr(model.get_submodule(parent), last, self.embedding(theirs, shape))
         else:
             super().place(model, ours, theirs, packed)
             if packed and not self.storage.quant.is_blocks:  # which are packed where they stay
@@ -381,7 +382,8 @@ def export_weights(
     tensors = {}
     for ours, theirs in names.items():
         value = model.get_parameter(ours).detach().to("cpu", dtype)
-        if value.dim() == 3 or (value.dim() == 2 and ours.endswith(".bias")):
+        is_stack = value.dim() == 3 or (value.dim() == 2 and ours.endswith(".bias"))
+        if is_stack and len(theirs) >= len(value):
             value = value.flatten(0, 1)  # [E N, K], or biases, [E N]
         parts = value.split(qkv if "wqkv." in ours else len(value) // len(theirs))
         tensors |= {name: part.contiguous() for name, part in zip(theirs, parts)}

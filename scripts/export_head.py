@@ -99,7 +99,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafts.block_draft import BlockHead
-from drafts.block_heads import BlockConfig, block_names, in_files, read_block_head, read_vocab
+from drafts.block_heads import BlockConfig, block_names, name_in_files, read_block_head, read_vocab
 from eagle_draft import EagleConfig
 from files.checkpoint import TensorSource
 from files.config import open_source, read_config, read_raw
@@ -244,7 +244,7 @@ def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
     else:
         keys = _sglang_eagle(head) if head.kind == "eagle" else _sglang_block(head)
     keys |= {"torch_dtype": "bfloat16"}
-    tensors = {name: in_files(name, _in_16_bits(x())) for name, x in head.tensors().items()}
+    tensors = {name_in_files(name): _in_16_bits(x()) for name, x in head.tensors().items()}
     if layout == "speculators" and head.kind == "eagle":
         # the package reads no other embedding, and its published heads have the target's
         embedding = open_source(head.target).readers["model.embed_tokens.weight"]

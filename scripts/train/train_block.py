@@ -75,7 +75,7 @@ from torch import Tensor
 
 from drafters import DraftVocab
 from drafts.block_draft import BlockHead
-from drafts.block_heads import BlockConfig, block_names, in_files
+from drafts.block_heads import BlockConfig, block_names, name_in_files
 from drafts.block_layers import BlockModel
 from files.weights import export_weights
 from model import DTYPES, Transformer
@@ -127,7 +127,7 @@ def make_head(config: BlockTrainConfig, target: Transformer, examples: list[Exam
     with torch.no_grad():
         head.norm.weight.copy_(target.norm.weight)
         if config.markov_rank:
-            head.markov_w1.weight.normal_(std=0.02)
+            head.markov_head.markov_w1.weight.normal_(std=0.02)
         if config.selector_rank:
             start_as_dflash(head)
     return head.to(target.norm.weight.device)
@@ -137,10 +137,10 @@ def start_as_dflash(head: BlockHead) -> None:
     """Let DFlash2's convolutions and selector change nothing yet. Writes: their weights."""
     for layer in head.layers:
         for name in ("attention", "mlp"):
-            layer.get_parameter(f"{name}_conv.base_kernel")[::CONVOLVED] = 1  # of a row itself
+            layer.get_parameter(f"{name}_conv.base_kernel")[:, 0] = 1  # of a row itself
             layer.get_parameter(f"{name}_kernel.weight").zero_()
-    head.selector_before.weight.normal_()
-    head.selector_after.weight.zero_()
+    head.candidate_selector.predecessor_codebook.weight.normal_()
+    head.candidate_selector.successor_codebook.weight.zero_()
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     config = head.config
     names = block_names(head)
     tensors = export_weights(losses.plain_copy(head), names, config.model, DTYPES[dtype])
-    tensors = {name: in_files(name, value) for name, value in tensors.items()}
+    tensors = {name_in_files(name): value for name, value in tensors.items()}
     training.write_checkpoint(out, tensors, keys_of(config, dtype), info)
 
 

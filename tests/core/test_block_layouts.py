@@ -518,8 +518,11 @@ def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
     head = engine.drafter.head
     if has_cpu_operators():
         assert head.fc.format == BLOCKS
-        rows = {"dflash2": "selector_before", "dspark": "markov_w1"}.get(kind)
-        assert rows is None or isinstance(getattr(head, rows), Embedding)
+        rows = {
+            "dflash2": "candidate_selector.predecessor_codebook",
+            "dspark": "markov_head.markov_w1",
+        }.get(kind)
+        assert rows is None or isinstance(head.get_submodule(rows), Embedding)
     plain = load(draft="none", **settings)
     assert generate(engine, PROMPTS[:1]).tokens == generate(plain, PROMPTS[:1]).tokens
 
@@ -668,7 +671,8 @@ def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
     target = golden_target(TARGET)
     books = {name: tensor for name, tensor in weights("dflash2").items() if "codebook" in name}
     other = {f"{name}.weight": tensor for name, tensor in books.items()} | dict.fromkeys(books)
-    ours = load_head(write_zlab(tmp_path / "a"), target).selector_before.weight
-    assert torch.equal(
-        load_head(write_zlab(tmp_path / "b", **other), target).selector_before.weight, ours
-    )
+    found = [
+        load_head(write_zlab(tmp_path / name, **tensors), target).candidate_selector
+        for name, tensors in (("a", {}), ("b", other))
+    ]
+    assert torch.equal(*(selector.predecessor_codebook.weight for selector in found))

@@ -157,7 +157,7 @@ DAMAGE = {  # case -> keys, tensors, what is said
     ],
     "dspine": [
         ({"dspine_config": None}, {}, "unexpected weight"),
-        ({"dspine_config": {"transfer_rank": 16}}, {}, "transfer_codes"),
+        ({"dspine_config": {"transfer_rank": 16}}, {}, "injection.readouts.weight has shape [32, 64], but its config asks"),
         ({}, {"injection.message.weight": None}, "2 missing weight(s): layers.0.injection.message.weight"),
     ],
     "lilicorr": [
