@@ -28,7 +28,6 @@ from draft_tree import DraftTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts.level_draft import head_options, last_of
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, EagleState, fill
-from files.checkpoint import saved_quantization
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.fields import FLAG, integer, key, naming, read_fields, text_part
 from files.heads import check_sizes
@@ -201,7 +200,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     for i in range(model.n_layers):
         beside = f"layers.{i}."
         names |= layer_names(beside, f"model.{beside}", model.layer(i), model.names)
-    quant = saved_quantization(files.config, path) or quant
+    quant = files.quant or quant
     fill(head, target, files, names, quant, lambda name: name in (EMBEDDING, ORDER))
     if model.centroids:
         order = files.read(ORDER).long() if ORDER in files.readers else torch.empty(0)

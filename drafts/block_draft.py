@@ -34,7 +34,6 @@ from drafts.block_heads import BlockConfig, block_names, read_block_head, read_v
 from drafts.correlator import Correlator
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
 from eagle_draft import fill
-from files.checkpoint import saved_quantization
 from files.heads import HeadFiles, head_files, is_same_embedding, is_unused
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, windows_of
@@ -443,7 +442,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
     with torch.device("meta"):
         head = BlockHead(config)
     head.vocab = read_vocab(files, config)
-    quant = saved_quantization(files.config) or quant
+    quant = files.quant or quant
     fill(head, target, files, block_names(head), quant, is_unused)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough

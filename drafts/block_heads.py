@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import torch
 from torch import nn
 
 from drafters import DraftVocab
@@ -145,9 +144,9 @@ def read_block_head(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             window_from_root=hf.speculators_model_type is not None,
             correlator=_read_correlator(keys, hf, model),
             confidence=_inputs_of(files, "confidence_head.proj.weight"),
-            confidence_bias="confidence_head.proj.bias" in files.names,
-            own_embedding="embed_tokens.weight" in files.names,
-            own_lm_head="lm_head.weight" in files.names or "draft_vocab_size" in keys,
+            confidence_bias="confidence_head.proj.bias" in files.held,
+            own_embedding="embed_tokens.weight" in files.held,
+            own_lm_head="lm_head.weight" in files.held or "draft_vocab_size" in keys,
         )
     _check_target(files, config, target)
     _check_weights(files, config)
@@ -172,7 +171,7 @@ def _read_layers(files: HeadFiles, hf: HFBlockLayout) -> BlockModel:
     common = {part.name: getattr(model, part.name) for part in fields(ModelConfig)}
     common |= {
         "tie_embeddings": False,
-        "qk_norm": "layers.0.self_attn.q_norm.weight" in files.names,
+        "qk_norm": "layers.0.self_attn.q_norm.weight" in files.held,
         "window": window or 0,
         "sliding_layers": tuple(i for i, kind in enumerate(kinds) if kind == SLIDING),
     }
@@ -218,13 +217,8 @@ def read_vocab(files: HeadFiles, config: BlockConfig) -> DraftVocab | None:
 
 
 def _inputs_of(files: HeadFiles, name: str) -> int:
-    """Return the inputs of a weight, whose columns may be codes of 4 bits; 0: it is missing."""
-    if name in files.quantized:  # in the blocks of a GGUF file
-        return files.quantized[name]().inputs
-    if name not in files.readers:
-        return 0
-    stored = files.read(name)
-    return stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 1)
+    """Return the inputs of a weight; 0: it is missing."""
+    return (files.shape(name) or (0,))[-1]
 
 
 def _check_target(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> None:

@@ -224,7 +224,7 @@ def load_drafter(target: Transformer, config: GenerateConfig) -> ModelDrafter:
         if weight.device.type == "cpu":
             dtype = None  # of the file: products of blocks give bfloat16
         quant = Quantization(BLOCKS, saved=True, every_type=config.keep_blocks)
-    elif not saved_quantization(read_raw(path)):
+    elif not saved_quantization(read_raw(path), path):
         quant = Quantization.of(config.quant_draft, config.group_size)
         if quant and config.quant_draft != config.quant:
             rounded = f"the draft model {path} is rounded to {quant.format}"

@@ -20,7 +20,7 @@ import torch
 
 from drafts.level_draft import head_options
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, fill
-from files.checkpoint import TensorSource, saved_quantization
+from files.checkpoint import TensorSource
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.heads import check_sizes
 from files.mtp import Mtp, need_mtp
@@ -107,7 +107,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         is_shared = name.removeprefix(mtp.prefix) in SHARED
         return is_shared or name.startswith(further) or not name.startswith(mtp.prefix)
 
-    quant = saved_quantization(files.config, path) or quant
+    quant = files.quant or quant
     fill(head, target, files, mtp_names(mtp), quant, is_unused)
     return head
 

@@ -32,7 +32,7 @@ from draft_tree import MAX_NODES, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, TreeDrafter
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
 from eagle_draft import EagleState, fill
-from files.checkpoint import TensorSource, WeightFiles, saved_quantization
+from files.checkpoint import TensorSource, WeightFiles, with_codes
 from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from files.head_kinds import head_kind
 from files.heads import check_sizes, note_keys
@@ -134,7 +134,7 @@ def read_token_heads(files: TensorSource, kind: str, target: ModelConfig) -> Tok
     )
     require(not (shape.prefix and target.n_experts), fault)
     lm_heads = list(map(shape.lm_head_name, range(heads)))
-    missing = [name for name in lm_heads if name not in files.readers]
+    missing = [name for name in lm_heads if name not in files.held]
     # some of Medusa's version 2 have LM heads all the same
     shares = hf.shares_lm_head and (kind == "hydra" or len(missing) == heads)
     fault = (
@@ -142,11 +142,11 @@ def read_token_heads(files: TensorSource, kind: str, target: ModelConfig) -> Tok
         'say in config.json that heads use the target\'s (medusa: "version": "2")'
     )
     require(shares or not missing, fault)
-    vocab_size = target.vocab_size if shares else files.read(lm_heads[0]).shape[0]
+    vocab_size = target.vocab_size if shares else files.shape(lm_heads[0])[0]
     begin = {"medusa": "0.0.", "hydra": f"hydra_mlp.0.{int(shape.prefix)}."}
     first = begin[kind] + "linear.weight"
-    if first in files.readers:  # else its absence is reported with those of others
-        check_sizes(files.path, files.read(first).shape[0], vocab_size, target)
+    if first in files.held:  # else its absence is reported with those of others
+        check_sizes(files.path, files.shape(first)[0], vocab_size, target)
     note_keys(files.path, files.config, (record,), {})
     return replace(shape, own_lm_heads=not shares)
 
@@ -159,7 +159,7 @@ def _count(files: TensorSource, kind: str, said: int) -> int:
     """
     prefix = "hydra_mlp." if kind == "hydra" else ""
     numbers = {
-        name.removeprefix(prefix).split(".")[0] for name in files.readers if name.startswith(prefix)
+        name.removeprefix(prefix).split(".")[0] for name in files.held if name.startswith(prefix)
     }
     held = 0
     while str(held) in numbers:
@@ -386,11 +386,11 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     quant: quantize while loading, unless the files are quantized already
     Raises: ValueError for heads of another target, or broken files.
     """
-    files = WeightFiles(path)
+    files = with_codes(WeightFiles(path))
     config = read_token_heads(files, head_kind(path), target.config)
     with torch.device("meta"):
         heads = make_heads(config)
-    quant = saved_quantization(files.config) or quant
+    quant = files.quant or quant
     fill(heads, target, files, heads.weight_names(), quant, is_unused)
     return heads
 

@@ -14,8 +14,8 @@ ADDS = {
         "texts": "files.texts:read_text_files",
         "weights": "files.checkpoint:WeightFiles",
         # for checkpoints of one kind, or where an option asks for it
-        "codes of others": "files.gptq_awq:QuantizedFiles",
-        "config of codes": "files.quant_config:as_ours",
+        "codes": "files.gptq_awq:QuantizedFiles",
+        "format of codes": "files.quant_config:read_stored_format",
         "eagle3": "files.eagle_variants",
         "gguf": "files.gguf:GgufFile",
         "gguf head": "files.gguf_heads:GgufHead",

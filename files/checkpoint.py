@@ -3,7 +3,7 @@
 1. `WeightFiles` reads safetensors or .bin files, single or sharded. They are memory-mapped: only
    tensors that are used are read. Any other object with named tensors is a `TensorSource` too, and
    can be loaded like files.
-2. `Quantization` is the format of quantized weights, from config.json or an option.
+2. `with_codes` finds the weights that a directory has as codes (files/gptq_awq.py).
 
 Not here: text and JSON (files/io.py); the keys of config.json (files/fields.py); the meaning of the
 names (files/weights.py); rounding (quantize.py); writing a directory
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,9 @@ import quantize
 from files.fields import text_part
 from files.io import gguf_files, read_json
 from files.untrusted import load_pickle, read_untrusted
-from options import one_line
-from quantize import FORMATS, GROUPS, Quantization
+from options import load_part, one_line
+from quantize import Quantization
 
-METHOD = "gpt-eagle"  # `quant_method` in config.json
 # single files of weights, or the beginning of an index's name; the last ones are draft heads'
 FILES = (
     "model.safetensors",
@@ -51,24 +51,6 @@ OLDER = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 # ---------------------------------------------------------------------- quantization
-
-
-def check_quantization(quant: Quantization, where: str) -> Quantization:
-    """Check the format and the group size.
-
-    where: the flag or key that holds them, for the message
-    Raises: ValueError for an unknown one.
-    """
-    if quant.format not in FORMATS:
-        raise ValueError(
-            f"{where}: the format must be one of {', '.join(FORMATS)}; it is {quant.format}"
-        )
-    if type(quant.group_size) is not int or quant.group_size not in (0, *GROUPS):
-        sizes = ", ".join(map(str, GROUPS))
-        raise ValueError(
-            f"{where}: the group size must be one of {sizes}; it is {quant.group_size}"
-        )
-    return quant
 
 
 def read_model_config(path: Path) -> dict:
@@ -104,12 +86,9 @@ def _is_mlx(quantization: Any) -> bool:
 
 
 def foreign_quantization(raw: dict) -> Any:
-    """Return another library's quantization in a config.json, of any type, or None."""
+    """Return the quantization in a config.json, of any type, or None."""
     older = raw.get("compression_config")  # of compressed-tensors
-    quantization = raw.get("quantization_config", older)
-    if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
-        return None
-    return quantization
+    return raw.get("quantization_config", older)
 
 
 def is_mxfp4(raw: dict) -> bool:
@@ -118,66 +97,29 @@ def is_mxfp4(raw: dict) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
-def saved_quantization(raw: dict, path: Path | None = None) -> Quantization | None:
-    """Read `quantization_config` of a config.json.
+def saved_quantization(raw: dict, path: Path) -> Quantization | None:
+    """Return the format that layers have of the codes in a directory; None: it has none.
 
-    path: the directory, for the message
-    Raises: ValueError for another library's quantization.
+    raw: the content of config.json
+    Raises: ValueError for a quantization that is not supported.
     """
-    foreign = foreign_quantization(raw)
-    if foreign is not None:
-        method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
-        where = f"{path}: " if path else ""
-        raise ValueError(
-            f"{where}checkpoints quantized with {method} are not supported here; use the original"
-        )
-    own = raw.get("quantization_config")
-    if own is None:
+    if foreign_quantization(raw) is None:
         return None
-    quant = Quantization(str(own.get("format")), own.get("group_size", 0), saved=True)
-    return check_quantization(quant, "quantization_config")
+    return load_part("reader", "format of codes")(raw, path).quantization
 
 
-def scale_name(weight: str) -> str:
-    """Return the name of a stored weight's scales."""
-    return weight + "_scale"
+def with_codes(files: WeightFiles) -> TensorSource:
+    """Return the tensors of a directory, with its quantized weights as codes."""
+    if foreign_quantization(files.config) is None:
+        return files
+    return load_part("reader", "codes")(files)
 
 
-# in a file, int4 has two codes in a byte, whose low half is the even column
-STORED = {"int8": torch.int8, "int4": torch.uint8}
-
-
-def to_file(format: str, codes: Tensor) -> Tensor:
-    """Return the codes of a weight, [N, K] int8, as files hold them."""
-    if format != "int4":
-        return codes
-    nibbles = codes.view(torch.uint8) & 15
-    return nibbles[:, ::2] | nibbles[:, 1::2] << 4
-
-
-def from_file(format: str, stored: Tensor) -> Tensor:
-    """Return the codes of a weight that files hold, the inverse of `to_file`."""
-    if format != "int4":
-        return stored
-    nibbles = torch.stack((stored & 15, stored >> 4), -1).flatten(1)
-    return ((nibbles ^ 8).to(torch.int8) - 8).contiguous()  # the sign of four bits
-
-
-def stored_shapes(
-    quant: Quantization, shape: torch.Size
-) -> tuple[torch.Size, torch.Size, torch.dtype]:
-    """Return the shapes of a weight's codes and scales in a file, and the dtype of scales."""
-    N, K = shape
-    codes = torch.Size((N, K // 2 if quant.format == "int4" else K))
-    if not quant.group_size:
-        return codes, shape[:1], torch.float32
-    return codes, torch.Size((N, K // quant.group_size)), torch.bfloat16
-
-
-def stored_bytes(quant: Quantization, shape: torch.Size) -> int:
-    """Return the bytes of a weight's codes and scales in a file."""
-    codes, scales, dtype = stored_shapes(quant, shape)
-    return codes.numel() + scales.numel() * dtype.itemsize
+def code_bytes(quant: Quantization, shape: torch.Size, scale_bytes: int = 2) -> int:
+    """Return the bytes of a weight's codes and scales. scale_bytes: of one of a group"""
+    groups = shape[1] // (quant.group_size or shape[1])
+    scale = scale_bytes if quant.group_size else 4
+    return shape.numel() // (2 if quant.format == "int4" else 1) + scale * shape[0] * groups
 
 
 # ---------------------------------------------------------------------- reading
@@ -189,6 +131,11 @@ class Codes(NamedTuple):
     codes: Tensor  # [N, K] int8
     scale: Tensor  # int8: [N] fp32; both: [N, K / G], 16 bits; G: a multiple of 32
     zero: Tensor | None = None  # of groups: zero points, [N, K / G] int8, subtracted from codes
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return self.codes.shape
 
     def numbers(self) -> Tensor:
         """Return the weight, [N, K] fp32."""
@@ -218,14 +165,30 @@ class TensorSource(quantize.TensorSource):
     """
 
     note: str = ""  # printed when all is read
+    stored: Any = None  # the `StoredFormat` of a directory whose weights are codes
     block_types: str = ""  # of a GGUF file's matrices, for a note
-    has_groups_of_int8: bool = False  # in `quantized`, or zero points
     makes_tensors: bool = False  # every tensor that is read is a new one, not a view of a file
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor, as the base class does. dtype: blocks may be rounded to it"""
         reader = self.readers.get(name)
         return reader.numbers(dtype) if isinstance(reader, InBlocks) else super().read(name)
+
+    @property
+    def quant(self) -> Quantization | None:
+        """The format of layers that are made of codes in a directory; None: it has none."""
+        return self.stored.quantization if self.stored else None
+
+    @property
+    def held(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self.readers, *self.quantized}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor; () where there is none."""
+        if name in self.quantized:
+            return tuple(self.quantized[name]().shape)
+        return tuple(self.read(name).shape) if name in self.readers else ()
 
     def type_of(self, name: str) -> str:
         """Return the type of the blocks of a tensor that has a reader; "": it has none."""
@@ -243,9 +206,18 @@ class TensorSource(quantize.TensorSource):
         for name in names:
             self.quantized[name] = self.readers.pop(name).blocks
 
+    def widen(self, names: Iterable[str] | None = None) -> None:
+        """Let codes become numbers. names: None: all. Writes: readers, quantized."""
+        for name in [*self.quantized] if names is None else names:
+            self.readers[name] = partial(_numbers, self.quantized.pop(name))
+
     def mostly_has(self, bits: int) -> bool:
         """Return whether more than half of the weights of matrices have at most so many bits."""
         return self.block_types == "MXFP4" and bits >= 4  # the experts of a directory
+
+
+def _numbers(read: Callable[[], Codes]) -> Tensor:
+    return read().numbers()
 
 
 def _text_name(name: str) -> str:

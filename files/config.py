@@ -18,9 +18,8 @@ from files import registry
 from files.checkpoint import (
     TensorSource,
     WeightFiles,
-    foreign_quantization,
     read_model_config,
-    scale_name,
+    with_codes,
 )
 from files.fields import NAMES, TEXT, TOKEN_IDS, key, naming, read_fields
 from files.head_kinds import MTP, gguf_head_kind
@@ -57,10 +56,7 @@ def open_source(path: Path) -> TensorSource:
         if gguf_head_kind(path) not in ("", MTP):  # which has a model's names
             return load_part("reader", "gguf head")(path)
         return load_part("reader", "gguf")(path)
-    files = open_files(path)
-    if foreign_quantization(files.config) is None:
-        return files
-    return load_part("reader", "codes of others")(files)
+    return with_codes(open_files(path))
 
 
 def open_files(path: Path) -> WeightFiles:
@@ -85,7 +81,7 @@ def open_files(path: Path) -> WeightFiles:
     if files.config.get("tie_word_embeddings") and LM_HEAD in readers:
         if EMBEDDING not in readers:
             readers[EMBEDDING] = readers.pop(LM_HEAD)
-        elif scale_name(LM_HEAD) not in readers and not _same(
+        elif f"{LM_HEAD}_scale" not in readers and not _same(
             readers[EMBEDDING](), readers[LM_HEAD]()
         ):
             differ = "tie_word_embeddings is true, and lm_head.weight is not the embedding"
@@ -110,10 +106,7 @@ def read_raw(path: Path) -> dict:
     """
     if is_gguf(path):
         return open_source(path).config
-    raw = read_model_config(path)
-    if foreign_quantization(raw) is None:
-        return raw
-    return load_part("reader", "config of codes")(raw, path)
+    return read_model_config(path)
 
 
 def read_config(path: Path, raw: dict | None = None) -> ModelConfig:

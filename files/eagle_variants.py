@@ -62,7 +62,7 @@ RECORDS = (HFEagle3, Eagle3Variant)  # of keys
 def read_eagle3(files: HeadFiles, model: ModelConfig, target: ModelConfig) -> Eagle3Variant:
     """Read the parts of a head. model: its layers. Raises: ValueError for a wrong key."""
     path = files.path
-    names = files.names
+    names = files.held
     sizes = {"target_hidden_size": model.dim, "draft_vocab_size": d2t_size(files, model.vocab_size)}
     with naming(files.where):
         hf = read_fields(files.config, HFEagle3)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from files.checkpoint import Codes, TensorSource
-from files.quant_config import as_ours, read_stored_format
+from files.quant_config import read_stored_format
 from quantize import Int8
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -101,6 +101,14 @@ def unpack(packed: Tensor, bits: int, axis: int, order: tuple[int, ...] = ()) ->
     return codes
 
 
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes, [N, K] int8, as the layout `packed` has them: the inverse of `unpack`."""
+    parts = codes.view(torch.uint8) + 2 ** (bits - 1)
+    if bits == 4:
+        parts = parts[:, ::2] | parts[:, 1::2] << 4
+    return parts.view(torch.int32)
+
+
 def decode_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """Multiply FP8 weights by their scales.
 
@@ -119,7 +127,7 @@ def decode_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 class QuantizedFiles(TensorSource):
     """The tensors of a directory that others quantized.
 
-    `config` and `quantized` are as for our own layers.
+    `stored` is the format of its codes.
     """
 
     def __init__(self, files: TensorSource):
@@ -130,7 +138,8 @@ class QuantizedFiles(TensorSource):
         self.path = files.path
         self.files = files
         self.recipe = read_stored_format(files.config, files.path)
-        self.config = as_ours(files.config, files.path)
+        self.stored = self.recipe
+        self.config = files.config
         self.layout = LAYOUTS[self.recipe.layout]
         scale = self.layout.scale
         if self.recipe.layout == "fp8" and not any(n.endswith(scale) for n in files.readers):
@@ -143,8 +152,6 @@ class QuantizedFiles(TensorSource):
         self.quantized = {
             f"{layer}.weight": partial(self._codes, layer, parts) for layer, parts in layers.items()
         }
-        in_groups = self.recipe.group_size or not self.recipe.symmetric
-        self.has_groups_of_int8 = self.recipe.format == "int8" and bool(in_groups)
         notes = []
         if self.recipe.format == "fp8":
             notes.append("holds weights in FP8; they become int8 with a scale per output")
@@ -188,7 +195,7 @@ class QuantizedFiles(TensorSource):
         Raises: ValueError for codes, which lack their scale then.
         """
         tensor = self.files.read(name)
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in FLOATS and name.endswith(".weight"):
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise ValueError(f"{self.path}: {name} is {dtype} and has no scale; download it again")
         return tensor
@@ -220,7 +227,7 @@ class QuantizedFiles(TensorSource):
         if recipe.symmetric and zero is not None:
             self._check_zeros(layer, zero)
             zero = None
-        if recipe.format == "int8" and zero is None and groups == 1:
+        if recipe.format == "int8" and zero is None and not recipe.group_size:
             scale = scale.float().flatten()  # of each output, as our own
         return Codes(codes, scale, zero)
 
@@ -256,7 +263,7 @@ class QuantizedFiles(TensorSource):
         name = f"{layer}.{self.layout.scale}"
         if self.layout.groups_first:
             return self._read(name, HALVES, (groups, outputs)).T
-        if groups > 1 or self.bits == 4 or not self.recipe.symmetric:
+        if self.recipe.group_size or self.bits == 4 or not self.stored.symmetric:
             return self._read(name, HALVES, (outputs, groups))
         scale = self._read(name, FLOATS, (outputs, 1), (outputs,), (1,), ())
         return scale.view(-1, 1).expand(outputs, 1)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import eagle_draft
 from drafters import DraftVocab
 from eagle_draft import EagleConfig, EagleHead, fill
-from files.checkpoint import TensorSource, WeightFiles, from_file, saved_quantization, scale_name
+from files.checkpoint import Codes, TensorSource, WeightFiles, with_codes
 from files.config import HFArchitecture, config_from, open_source
 from files.fields import (
     OBJECT,
@@ -46,7 +46,7 @@ from files.io import is_gguf
 from files.keys import FULL, SLIDING, HFConfig, HFSwiGLU
 from model import ModelConfig, Transformer
 from options import load_part, log_note, require
-from quantize import BLOCKS, Quantization, decode
+from quantize import BLOCKS, Quantization
 
 MASK = "mask_hidden"  # P-EAGLE's tensor: what stands for the target's hidden states
 # the draft's inputs at a position, in the words of EAGLE-1 figure 8; key `draft_inputs` (ours)
@@ -127,20 +127,11 @@ def head_files(path: Path, form: str = "") -> TensorSource:
         if form == BLOCKS:
             files.keep_blocks()
         return files
-    files = WeightFiles(path)
-    saved = saved_quantization(files.config, path)
-    if not form or saved is None or saved.format == form:
-        return files
-    for name in [*files.readers]:
-        scale = files.readers.pop(scale_name(name), None)
-        if scale:
-            files.readers[name] = partial(_numbers, saved.format, files.readers[name], scale)
-    files.config = {k: v for k, v in files.config.items() if k != "quantization_config"}
+    files = with_codes(WeightFiles(path))
+    if form and files.quant and files.quant.format != form:
+        files.widen()
+        files.stored = None
     return files
-
-
-def _numbers(format: str, codes: Callable[[], Tensor], scale: Callable[[], Tensor]) -> Tensor:
-    return decode(from_file(format, codes()), scale())
 
 
 class HeadFiles(TensorSource):
@@ -154,6 +145,7 @@ class HeadFiles(TensorSource):
         """
         names = [*source.readers, *source.quantized]
         self.path = path
+        self.stored = source.stored
         self.layout = layout_of(path, kind, names)
         self._check_one_head(names, source.config)
         with naming(self.where):
@@ -165,22 +157,17 @@ class HeadFiles(TensorSource):
             self.readers.pop("lm_head.weight", None)  # the target's
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
-        for name in [*self.readers]:
-            if name == MASK:
-                self.readers[name] = partial(_row, self.readers[name])
-            if name.startswith("injection."):  # DSpine's, of all layers: read for each, as small
-                read = self.readers.pop(name)
-                self.readers |= {f"layers.{i}.{name}": read for i in range(layers_of(self))}
+        if MASK in self.readers:
+            self.readers[MASK] = partial(_row, self.readers[MASK])
+        for held in (self.readers, self.quantized):
+            for name in [name for name in held if name.startswith("injection.")]:
+                read = held.pop(name)  # DSpine's, of all layers: read for each, as small
+                held |= {f"layers.{i}.{name}": read for i in range(layers_of(self))}
 
     @property
     def where(self) -> Path:
         """The file whose keys `config` has."""
         return self.path if is_gguf(self.path) else self.path / "config.json"
-
-    @property
-    def names(self) -> set[str]:
-        """The official names of all tensors."""
-        return {*self.readers, *self.quantized}
 
     def _check_one_head(self, names: list[str], raw: dict) -> None:
         """Check that all files are of one head. names: as the files have them"""
@@ -247,7 +234,7 @@ def layer_config(files: HeadFiles, first: str, **changes: Any) -> ModelConfig:
     """
     # heads name the target's architecture; the head's own layers are always LLaMA's
     model = config_from(files.config | changes, "LlamaForCausalLM")
-    biases = {kind: f"{first}{name}.bias" in files.names for kind, name in BIASES.items()}
+    biases = {kind: f"{first}{name}.bias" in files.held for kind, name in BIASES.items()}
     return replace(model, n_layers=layers_of(files), **biases)
 
 
@@ -256,7 +243,7 @@ def layers_of(files: HeadFiles) -> int:
 
     The official code makes one layer, and config.json may count the target's.
     """
-    found = [re.match(r"layers\.(\d+)\.", name) for name in files.names]
+    found = [re.match(r"layers\.(\d+)\.", name) for name in files.held]
     return len({match[1] for match in found if match} | {"0"})  # a midlayer is layer 0
 
 
@@ -322,9 +309,9 @@ def read_head(files: HeadFiles, target: ModelConfig) -> EagleConfig:
         hf = read_fields(files.config, HFHead)
         model = layer_config(files, "midlayer." if is_3 else "layers.0.")
     eagle3 = load_part("reader", "eagle3").read_eagle3(files, model, target) if is_3 else None
-    if "midlayer.self_attn.q_norm.weight" in files.names:
+    if "midlayer.self_attn.q_norm.weight" in files.held:
         model = load_part("architecture", "Qwen3ForCausalLM").with_head_norms(model)
-    config = EagleConfig(model, "fc.bias" in files.names, hf.draft_sharpness, eagle3)
+    config = EagleConfig(model, "fc.bias" in files.held, hf.draft_sharpness, eagle3)
     width = eagle3.target_dim if eagle3 else model.dim
     own = "hidden_size" if width == model.dim else "target_hidden_size"
     check_sizes(path, width, model.vocab_size, target, own)
@@ -350,7 +337,6 @@ def load_head(
     Raises: ValueError for a head of another target, or broken files.
     """
     source = source or head_files(path, form)
-    saved = saved_quantization(source.config, path)
     files = HeadFiles(path, source)
     config = read_head(files, target.config)
     ids = draft_vocab(files, config)
@@ -361,7 +347,7 @@ def load_head(
         head = make_head(config)
     if ids is not None:
         head.vocab = DraftVocab(config.model.vocab_size, ids)
-    fill(head, target, files, head.weight_names(), saved or quant, is_unused)
+    fill(head, target, files, head.weight_names(), files.quant or quant, is_unused)
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
     return head
@@ -448,12 +434,13 @@ def drafted_ids(files: TensorSource, count: int, size: int, tables: list[str]) -
 
 def _order_rows(files: TensorSource, name: str, order: Tensor) -> None:
     """Put the rows of a weight in another order. Writes: its reader, if there is one."""
-    for part in {name, scale_name(name)} & set(files.readers):
-        files.readers[part] = partial(_read_permuted, files.readers[part], order)
-    if name in files.quantized:  # in the blocks of a GGUF file
-        blocks = files.quantized[name]()._replace(order=order)
-        files.quantized[name] = lambda: blocks
-
-
-def _read_permuted(read: Callable[[], Tensor], order: Tensor) -> Tensor:
-    return read()[order]
+    if name in files.readers:
+        read = files.readers[name]
+        files.readers[name] = lambda: read()[order]
+    if name in files.quantized:
+        weight = files.quantized[name]()
+        if isinstance(weight, Codes):
+            weight = Codes(*(None if part is None else part[order] for part in weight))
+        else:  # in the blocks of a GGUF file
+            weight = weight._replace(order=order)
+        files.quantized[name] = lambda: weight

@@ -9,13 +9,13 @@ whatever the files say; the scales of activations and of KV caches are not read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from files.checkpoint import METHOD, foreign_quantization
+from files.checkpoint import foreign_quantization
 from files.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
-from quantize import GROUPS
+from quantize import GROUPS, Quantization
 
 
 def one_of(*values: Any) -> Rule:
@@ -55,17 +55,23 @@ class StoredFormat:
     symmetric: bool = True  # codes mean themselves; else a zero point is subtracted
     block: tuple[int, int] | None = None  # of FP8: outputs and inputs that share a scale
     less_one: bool = False  # stored zero points are one too small
+    is_ours: bool = False  # files/rounding.py wrote it
 
-    def as_ours(self) -> dict:
-        """Return `quantization_config` of the layers made of these weights.
+    @property
+    def keeps_groups(self) -> bool:
+        """Return whether int8 needs groups of inputs; ours may have a scale per output as well."""
+        return (
+            self.format == "int8"
+            and not self.is_ours
+            and (self.group_size > 0 or not self.symmetric)
+        )
 
-        They have the file's groups or parts of them.
-        """
-        config = {"quant_method": METHOD, "format": "int4" if self.format == "int4" else "int8"}
+    @property
+    def quantization(self) -> Quantization:
+        """The format of the layers made of these weights: the file's groups, or parts of them."""
         fits = [size for size in GROUPS if self.group_size and self.group_size % size == 0]
-        if fits:
-            config["group_size"] = fits[-1]
-        return config
+        format = "int4" if self.format == "int4" else "int8"
+        return Quantization(format, fits[-1] if fits else 0, saved=True)
 
 
 @dataclass(frozen=True)
@@ -218,6 +224,7 @@ class Compressed:
     config_groups: dict = key(OBJECT)
     sparsity_config: dict | None = key(DENSE, None)
     transform_config: dict | None = key(NO_GROUPS, None)
+    producer: str = key(TEXT, "")  # ours
 
     def stored(self) -> StoredFormat:
         """Return the format, the one of all groups of layers."""
@@ -228,10 +235,32 @@ class Compressed:
         if not schemes or any(scheme != schemes[0] for scheme in schemes):
             raise NotSupported(f"config_groups must be one scheme; it holds {len(schemes)}")
         packing, weights = schemes[0]
-        return weights.stored(packing)
+        return replace(weights.stored(packing), is_ours=self.producer == PRODUCER)
 
 
+PRODUCER = "gpt-eagle"  # a key of ours in what we write; in earlier releases the method
 METHODS = {"gptq": Gptq, "awq": Awq, "compressed-tensors": Compressed, "fp8": Fp8}
+
+
+BITS = {"int4": 4, "int8": 8}  # of the formats in directories that we write
+
+
+def config_of(quant: Quantization) -> dict[str, Any]:
+    """Return the `quantization_config` of the directories that we write."""
+    weights = {
+        "num_bits": BITS[quant.format],
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group" if quant.group_size else "channel",
+        "group_size": quant.group_size or None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "producer": PRODUCER,
+    }
 
 
 def read_stored_format(raw: dict, path: Path) -> StoredFormat:
@@ -250,6 +279,8 @@ def read_stored_format(raw: dict, path: Path) -> StoredFormat:
             # its older files leave the name out
             quantization = quantization | {"quant_method": "bitsandbytes"}
         method = read_fields(quantization, MethodKey).quant_method
+        if method == PRODUCER:
+            raise NotSupported("an earlier quantize.py wrote this directory; run it again")
         if method not in METHODS:
             known = ", ".join(METHODS)
             raise NotSupported(
@@ -259,11 +290,3 @@ def read_stored_format(raw: dict, path: Path) -> StoredFormat:
             return read_fields(quantization, METHODS[method]).stored()
         except ValueError as error:  # no correction of the file would help
             raise NotSupported(str(error)) from None
-
-
-def as_ours(raw: dict, path: Path) -> dict:
-    """Return a config.json with the `quantization_config` that the weights have here.
-
-    Raises: as `read_stored_format`.
-    """
-    return raw | {"quantization_config": read_stored_format(raw, path).as_ours()}

@@ -2,8 +2,8 @@
 
 1. `quantize_directory` writes a copy of a directory (quantize.py). Rounding while loading gives the
    same bits.
-2. On disk, codes have the weight's own name, and scales that name and `_scale`. config.json has
-   the format in `quantization_config`.
+2. On disk, codes, scales and config.json are those of compressed-tensors, which other runtimes
+   read.
 3. `calibrated` keeps the weights that int4 rounds with second moments (calibrate.py) in the user's
    cache, for `--quant int4`.
 
@@ -16,34 +16,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from files.calibrate import Moments, encode_calibrated, moments_of
 from files.checkpoint import (
-    METHOD,
     TensorSource,
     WeightFiles,
-    check_quantization,
-    saved_quantization,
-    scale_name,
-    stored_bytes,
-    to_file,
+    code_bytes,
+    foreign_quantization,
 )
-from files.config import open_files, read_raw
+from files.config import EMBEDDING, LM_HEAD, open_files, read_raw
+from files.gptq_awq import QuantizedFiles, packed
 from files.io import check_apart, check_out, read_json, show_progress
 from files.lock import folder_lock
 from files.machine import cpu_operators_are_loaded, single_torch_thread
+from files.quant_config import BITS, config_of
 from files.rank import this_rank
 from files.tokenizer import has_tokenizer
 from files.writing import write_checkpoint
-from options import cache_folder, log_note, private_folder
-from quantize import FORMATS, Quantization, check_finite, fit_group, in_groups
+from options import cache_folder, log_note, private_folder, require
+from quantize import FORMATS, GROUPS, Quantization, check_finite, fit_group, in_groups
 
-VERSION = 2  # of the rounding and of its text, for the cache
-TIED = "model.embed_tokens.weight"
+VERSION = 3  # of the rounding and of its text, for the cache
 
 
 # ---------------------------------------------------------------------- into files
@@ -78,7 +75,7 @@ def encoded(
     for names_with, parts in moments:
         usable = _usable(parts, names_with)
         for name in names_with:
-            weight = files.read(name if name in files.readers else TIED).to(device)
+            weight = files.read(name).to(device)
             check_finite(weight, name, files.path)
             names.pop(name, None)
             if usable:
@@ -103,8 +100,9 @@ def _stored(
     quant: Quantization, name: str, codes: Tensor, scale: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight's tensors as files hold them."""
-    yield name, to_file(quant.format, codes).cpu()
-    yield scale_name(name), scale.cpu()
+    yield f"{name}_scale", scale.cpu().view(len(scale), -1)
+    yield f"{name}_packed", packed(codes.cpu(), BITS[quant.format])
+    yield f"{name}_shape", torch.tensor(codes.shape)
 
 
 def _usable(parts: list[Tensor], names: tuple[str, ...]) -> bool:
@@ -137,31 +135,33 @@ def quantize_directory(
     divide, or files that cannot be read or written.
     Writes: `out`.
     """
-    check_quantization(quant, "--quant")
+    fault = f"--quant: directories hold {' or '.join(BITS)}, and not {quant.format}"
+    require(quant.format in BITS, f"{fault}; name one of them")
+    sizes = ", ".join(map(str, GROUPS))
+    fault = f"--group_size must be one of {sizes}; it is {quant.group_size}"
+    require(quant.group_size in (0, *GROUPS), fault)
     raw = read_json(path / "config.json")
-    if saved_quantization(raw, path) is not None:
-        format = raw["quantization_config"]["format"]
-        raise ValueError(f"{path} is quantized already ({format}); give the original")
+    fault = f"{path} is quantized already; give the original"
+    require(foreign_quantization(raw) is None, fault)
     check_apart(path, out)
     check_out(out, overwrite)
     files = open_files(path)
+    is_target = any(name.startswith("model.") for name in files.readers)  # not a draft head
+    if is_target:  # a tied LM head is written apart, in codes
+        files.readers.setdefault(LM_HEAD, files.readers[EMBEDDING])
+        raw["tie_word_embeddings"] = False
     tensors = {name: files.read(name) for name in files.readers}  # memory-mapped
     shapes = {name: tensor.shape for name, tensor in tensors.items() if is_quantized(name, tensor)}
+    others = {name: tensor for name, tensor in tensors.items() if name not in shapes}
     inputs = {name: shape[1] for name, shape in shapes.items()}
-    is_target = any(name.startswith("model.") for name in inputs)  # not a draft head
     quant = fit_group(in_groups(quant, inputs.values()), inputs)
-    need_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in shapes)
-    need_bytes += sum(stored_bytes(quant, shape) for shape in shapes.values())
+    need_bytes = sum(tensor.nbytes for tensor in others.values())
+    need_bytes += sum(code_bytes(quant, shape) for shape in shapes.values())
     check_out(out, overwrite, need_bytes)
-    settings = {"quant_method": METHOD, "format": quant.format}
-    if quant.group_size:
-        settings["group_size"] = quant.group_size
-    raw["quantization_config"] = settings
-    moments = iter(moments)
-    first = next(moments, None) if is_target else None  # without a tokenizer there are none
-    if first is not None:
-        moments = chain((first,), moments)
-        raw["tie_word_embeddings"] = False  # the head is written apart, in codes
+    raw["quantization_config"] = config_of(quant)
+    routers = [name for name, tensor in others.items() if tensor.dim() == 2 and name != EMBEDDING]
+    raw["quantization_config"]["ignore"] = [name.removesuffix(".weight") for name in routers]
+    moments = moments if is_target else ()
     # loops over short rows: threads would wait for each other longer than they work
     with single_torch_thread(device == "cpu" and cpu_operators_are_loaded()):
         write_checkpoint(out, encoded(files, quant, device, moments), raw, path, overwrite)
@@ -180,12 +180,12 @@ def is_calibrated(quant: Quantization, path: Path) -> bool:
         and not quant.saved
         and path.is_dir()
         and this_rank().world_size == 1
-        and saved_quantization(read_raw(path)) is None
+        and foreign_quantization(read_raw(path)) is None
         and has_tokenizer(path)
     )
 
 
-def calibrated(path: Path, quant: Quantization) -> WeightFiles:
+def calibrated(path: Path, quant: Quantization) -> TensorSource:
     """Return a directory's weights in int4, from the user's cache; made on the first call.
 
     Raises: ValueError for weights that cannot be quantized, or a cache that cannot be written.
@@ -207,4 +207,4 @@ def calibrated(path: Path, quant: Quantization) -> WeightFiles:
         if not out.is_dir():
             log_note(f"weights in int4 are stored in {out}")
             quantize_directory(path, out, quant, moments=moments_of(path))
-    return WeightFiles(out)
+    return QuantizedFiles(WeightFiles(out))

@@ -24,15 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from files.checkpoint import (
-    STORED,
     Codes,
     TensorSource,
-    from_file,
+    code_bytes,
     is_mxfp4,
-    saved_quantization,
-    scale_name,
-    stored_bytes,
-    stored_shapes,
 )
 from files.config import EMBEDDING, open_source, read_config
 from files.io import StatusLine, is_gguf, read_json
@@ -60,6 +55,7 @@ from quantize import (
     decode,
     linear_weights,
     load_weights,
+    pack,
     some,
 )
 from reference import choose, use_backend
@@ -104,19 +100,13 @@ class CheckpointLoader(Loader):
         if not self.storage.quant.is_blocks:
             super().choose_group(inputs)
 
-    def wanted(self, names: dict[str, tuple[str, ...]], packed: set[str]) -> set[str]:
-        wanted = super().wanted(names, packed)
-        if self.storage.quant is not None and self.storage.quant.saved and not self.files.quantized:
-            wanted |= {scale_name(theirs) for ours in packed for theirs in names[ours]}
-        return wanted
-
     def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:
         """Check the names of the tensors.
 
         A model may have other parts, as a vision tower: they are noted, and not used.
         Raises: ValueError for missing tensors and unexpected ones.
         """
-        held = {*self.files.readers, *self.files.quantized}
+        held = self.files.held
         if "fc.weight" in held - wanted:
             raise ValueError(
                 f"{self.files.path} holds a draft head and no model; name its model with "
@@ -206,9 +196,12 @@ class CheckpointLoader(Loader):
 
     def pack(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         format = self.storage.quant.format
-        if self.files.quantized:
-            return pack_codes(format, *self._codes_of_others(names, shape))
-        return super().pack(names, shape)
+        if not self.files.quantized:
+            return super().pack(names, shape)
+        codes, scale, *zero = self._saved_codes(names, shape)
+        if format == "int8" and scale.dim() > 1 and self.storage.device != "cpu":
+            codes, scale = Int8.encode(decode(codes, scale), 0)  # CUDA's product has no groups
+        return (pack_codes or pack)(format, codes, scale, *zero)
 
     def _blocks(self, names: tuple[str, ...], shape: torch.Size) -> Any:
         """Pack a weight, or a stack of them, that stays in the file's blocks.
@@ -235,21 +228,8 @@ class CheckpointLoader(Loader):
             return self.files.quantized[name]()
         return blocks().Numbers(self.files.read(name, torch.bfloat16))
 
-    def codes(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of a weight: the files hold them, or it is rounded."""
-        quant = self.storage.quant
-        if not quant.saved:
-            return super().codes(names, shape)
-        codes_shape, scale_shape, scale_dtype = stored_shapes(quant, shape)
-        stored = self.join(names, codes_shape, STORED[quant.format])
-        codes = from_file(quant.format, stored)
-        scale = self.join(tuple(map(scale_name, names)), scale_shape, scale_dtype)
-        if quant.format == "int8" and quant.group_size and self.storage.device != "cpu":
-            return Int8.encode(decode(codes, scale), 0)  # CUDA's product has no groups
-        return codes, scale
-
-    def _codes_of_others(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
-        """Return the same of a weight that others quantized."""
+    def _saved_codes(self, names: tuple[str, ...], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Return codes, scales and zero points, if there are any, of a weight."""
         parts = [self.files.quantized[name]() for name in names]
         codes = self.below([part.codes for part in parts], names, shape, None)
         scales = [part.scale for part in parts]
@@ -268,7 +248,7 @@ def _add_zero_biases(files: TensorSource, names: dict[str, tuple[str, ...]]) -> 
     zero, and llama.cpp takes each where it is there.
     Writes: the readers of `files`.
     """
-    held = {*files.readers, *files.quantized}
+    held = files.held
     biases = [name for parts in names.values() for name in parts if OPTIONAL.search(name)]
     missing = [name for name in biases if name not in held]
     if EMBEDDING not in held or not missing or len(missing) == len(biases):
@@ -307,8 +287,7 @@ def _quantized_by_others(
     packed = whole if not reason else set()
     widened = [name for ours in names for name in names[ours] if ours in held - packed]
     widened = [name for name in widened if name in files.quantized]
-    for name in widened:
-        files.readers[name] = partial(_numbers, files.quantized.pop(name))
+    files.widen(widened)
     if widened:
         reason = reason or "layers that are quantized in part become numbers"
         log_note(f"{files.path}: {reason}; {len(widened)} weight(s): {some(widened)}")
@@ -317,15 +296,11 @@ def _quantized_by_others(
 
 def _why_widened(files: TensorSource, device: str) -> str:
     """Return the reason why no codes of others can stay codes; "": they can."""
-    if pack_codes is None:
-        return "codes of others need the folder backends/"
-    if device != "cpu" and files.has_groups_of_int8:
+    if pack_codes is None and not files.stored.symmetric:
+        return "codes with zero points need the folder backends/"
+    if device != "cpu" and files.stored.keeps_groups:
         return "int8 on CUDA has no groups of inputs"
     return ""
-
-
-def _numbers(read: Callable[[], Codes]) -> Tensor:
-    return read().numbers()
 
 
 def _check_memory(
@@ -340,6 +315,7 @@ def _check_memory(
     Returns: their bytes. Raises: ValueError if they do not fit.
     """
     quant = storage.quant
+    scale_bytes = 2 if not files.stored or files.stored.is_ours else 4  # and a zero point
     need = 0
     for name, parameter in params.items():
         in_blocks = [theirs for theirs in names[name] if theirs in files.quantized]
@@ -352,13 +328,8 @@ def _check_memory(
         if name not in linear or quant is None:
             need += parameter.numel() * storage.dtype.itemsize
             continue
-        if files.quantized and quant.group_size:  # scales and zero points: words of 4 bytes at most
-            need += parameter.numel() // (2 if quant.format == "int4" else 1)
-            need += 4 * parameter.numel() // quant.group_size
-            continue
         width = parameter.shape[-1]
-        shape = torch.Size((parameter.numel() // width, width))
-        need += stored_bytes(quant, shape)
+        need += code_bytes(quant, torch.Size((parameter.numel() // width, width)), scale_bytes)
     remedy = "use a smaller model" + (" or --quant" if quant is None else "")
     check_memory({f"the weights of {files.path}, by its config,": need}, storage.device, remedy)
     return need
@@ -413,7 +384,7 @@ def load_model(
         has_cpu_operators()  # loads them: they widen the blocks of a GGUF file
     files = source or open_source(path)
     config = config or read_config(path, files.config)
-    saved = saved_quantization(files.config)
+    saved = files.quant
     if dtype is None:
         if config.dtype not in DTYPES:
             raise ValueError(
@@ -528,7 +499,7 @@ def check_layers(config: ModelConfig, files: TensorSource) -> None:
 
     Raises: ValueError for more layers than tensors.
     """
-    held = len(files.readers) + len(files.quantized)
+    held = len(files.held)
     if config.n_layers > held:
         raise ValueError(
             f"{files.path}: the config says num_hidden_layers {config.n_layers}, "
@@ -569,7 +540,7 @@ def _ignored(config: ModelConfig, files: TensorSource) -> Callable[[str], bool]:
     """
     repeated: tuple[str, ...] = ()
     if config.tie_embeddings:
-        repeated = ("lm_head.weight", scale_name("lm_head.weight"))
+        repeated = ("lm_head.weight",)
 
     def no_bias(name: str) -> bool:  # AutoGPTQ and others write zeros where a layer has none
         return name.endswith(".bias") and name in files.readers and not files.read(name).any()

@@ -224,7 +224,7 @@ def _resolved(
 ) -> GenerateConfig:
     """Fill in what loading chooses: the device, the formats as they were loaded, and the draft."""
     config = replace(config, device=device, compile=how_to_run(config, device))
-    saved = saved_quantization(read_raw(path))
+    saved = saved_quantization(read_raw(path), path)
     if saved is not None:  # the checkpoint holds codes
         config = replace(config, quant=saved.format)
     formats = {getattr(layer, "format", "") for layer in target.modules()}

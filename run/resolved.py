@@ -99,7 +99,7 @@ def _draft_format(config: GenerateConfig, path: Path, in_blocks: bool) -> str:
     in_blocks: its file is a GGUF file whose blocks can stay
     """
     raw = read_raw(path)
-    saved = saved_quantization(raw)
+    saved = saved_quantization(raw, path)
     asked = config.quant_draft
     if saved is not None:
         if asked not in ("", saved.format) and not config.draft.startswith("eagle"):

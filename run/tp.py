@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import files.weights
 from drafters import Drafter
-from files.checkpoint import Codes, TensorSource, scale_name
+from files.checkpoint import Codes, TensorSource
 from files.config import open_source, read_config
 from files.rank import Rank, this_rank
 from model import ModelConfig, Transformer
@@ -114,7 +114,7 @@ def share_of(files: TensorSource, config: ModelConfig, here: Rank) -> TensorSour
     def read_codes(name: str, read: Callable[[], Codes]) -> Codes:
         cut = cut_of(name)
         codes, *scales = read()
-        parts = [None if each is None else cut.of(scale_name(name), each) for each in scales]
+        parts = [None if each is None else cut.of(f"{name}_scale", each) for each in scales]
         return Codes(cut.of(name, codes), *parts)
 
     share = copy(files)

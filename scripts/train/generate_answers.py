@@ -50,7 +50,7 @@ TOKENS_OF_A_WORD = 2  # of long texts
 def decoding(config: HeadConfig) -> GenerateConfig:
     """Return the options of decoding without a draft."""
     path = Path(config.checkpoint)
-    is_quantized = is_gguf(path) or saved_quantization(read_raw(path)) is not None
+    is_quantized = is_gguf(path) or saved_quantization(read_raw(path), path) is not None
     return GenerateConfig(
         checkpoint=config.checkpoint,
         draft="none",

@@ -22,7 +22,7 @@ from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
 
 from files import memory
-from files.checkpoint import Codes, TensorSource, scale_name
+from files.checkpoint import Codes, TensorSource
 from files.config import config_from, open_source, read_config
 from files.rank import Rank
 from files.rounding import quantize_directory
@@ -266,7 +266,7 @@ def test_shares_make_the_whole(tmp_path, form, world):
     tensors = {name: (whole.read(name), [p.read(name) for p in parts]) for name in whole.readers}
     for name, read in whole.quantized.items():
         columns = zip(Codes._fields, read(), zip(*(part.quantized[name]() for part in parts)))
-        ends = {"codes": "", "scale": scale_name(""), "zero": "_zero"}
+        ends = {"codes": "", "scale": "_scale", "zero": "_zero"}
         for kind, full, each in columns:
             if full is not None:
                 tensors[name + ends[kind]] = (full, each)

@@ -19,6 +19,7 @@ from block_files import write_files
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import Eagle3, EagleDrafter, load_head, read_official
+from files.checkpoint import WeightFiles
 from files.config import read_config
 from files.eagle_variants import head_names
 from files.heads import HeadFiles, draft_vocab, read_head
@@ -26,7 +27,7 @@ from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
 from kv_cache import KVCache, causal_window
-from quantize import Quantization, WeightFiles
+from quantize import Quantization
 from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.resolved import resolve_draft
