@@ -37,6 +37,7 @@ from kv_cache import KVCache, Window
 from model import Transformer
 from options import require
 from reference import TORCH, Backend, use_backend
+from runtime import replace_fields
 from sampling import SamplingTensors
 
 
@@ -105,6 +106,22 @@ class RootOnly(Drafter):
 
 
 # ------------------------------------------------------------------------------------ grown trees
+
+
+class DraftState(NamedTuple):
+    """What a drafter with weights has read. Slots below `length` come from confirmed tokens."""
+
+    cache: Any  # its layers' `KVCache`; (): it has none, or reads the target's
+    length: Tensor  # [B] int64, confirmed tokens
+    hidden: Tensor  # [B, 1, F], output or feature of the last confirmed token
+
+    @staticmethod
+    def empty(batch: int, like: Tensor, config: Any = None, slots: int = 0) -> DraftState:
+        """Make a state before any token. like: a weight, [F]; config: of layers with a cache"""
+        place = (like.dtype, str(like.device))
+        cache = KVCache.empty(config, batch, slots, *place) if config else ()
+        length = torch.zeros(batch, dtype=torch.long, device=like.device)
+        return DraftState(cache, length, like.new_zeros(batch, 1, len(like)))
 
 
 class DraftVocab(NamedTuple):
@@ -207,6 +224,9 @@ class TreeDrafter(Drafter):
     @property
     def name(self) -> str:
         return self.tree.name
+
+    def rewind(self, state: DraftState, length: Tensor) -> DraftState:
+        return replace_fields(state, length=length)
 
     def root_output(self, state: Any, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         """Return the root's output, [B, 1, F], and the first scratch slot, [B].

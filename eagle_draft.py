@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draft_tree import DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftState, DraftVocab, TreeDrafter
 from kv_cache import KVCache, Window, causal_window
 from model import (
     Layer,
@@ -234,20 +234,18 @@ class HeadPasses:
         """Run the head; operands as for `EagleHead.forward`."""
         return self.head(embedded, features, positions, cache, window)
 
-    def extend(self, state: EagleState, update: DrafterUpdate) -> tuple[Tensor, Tensor]:
+    def extend(self, state: DraftState, update: DrafterUpdate) -> tuple[Tensor, Tensor]:
         """Run the head over confirmed tokens. Writes: slots length .. length + R - 1.
 
         Returns: the output of the last one, [B, 1, F]; the new length, [B].
         """
-        count = update.count
-        rows = update.features.shape[1]
-        window = causal_window(state.length, rows, backend=self.head.backend)
+        window = causal_window(state.length, update.features.shape[1], backend=self.head.backend)
         embedded = self.embedding(update.tokens[:, 1:])
         features = self.head.project(update.features)
         out = self.forward(embedded, features, window.slots, state.cache, window)
-        last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
-        hidden = torch.where(count[:, None, None] > 0, out.gather(1, last), state.hidden)
-        return hidden, state.length + count
+        last = (update.count - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
+        is_new = update.count[:, None, None] > 0
+        return torch.where(is_new, out.gather(1, last), state.hidden), state.length + update.count
 
     def step(
         self, level: Frontier, out: Tensor, positions: Tensor, cache: KVCache, window: Window
@@ -261,16 +259,8 @@ class HeadPasses:
 # ---------------------------------------------------------------------------------------- drafting
 
 
-class EagleState(NamedTuple):
-    """The head's cache and last output. Slots below `length` come from the target's features."""
-
-    cache: KVCache
-    length: Tensor  # [B] int64, confirmed tokens
-    hidden: Tensor  # [B, 1, F], output of the last confirmed token: the root's prediction
-
-
 class EagleDrafter(TreeDrafter):
-    """Drafts static or dynamic trees with an `EagleHead`."""
+    """Drafts static or dynamic trees with an `EagleHead`. Its last output predicts the root."""
 
     def __init__(
         self,
@@ -295,15 +285,10 @@ class EagleDrafter(TreeDrafter):
         if head.program is None:
             head.program = HeadPasses(head, self.embedding)
 
-    def init(self, batch: int, slots: int) -> EagleState:
+    def init(self, batch: int, slots: int) -> DraftState:
         """Make an empty state; the cache has room for a draft behind `slots`."""
-        config = self.head.config.model
         weight = self.layers[0].ffn_norm.weight
-        room = slots + self.scratch
-        cache = KVCache.empty(config, batch, room, self.head.dtype, str(weight.device))
-        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        hidden = weight.new_zeros(batch, 1, config.dim)
-        return EagleState(cache, length, hidden)
+        return DraftState.empty(batch, weight, self.head.config.model, slots + self.scratch)
 
     def fuse(self, enable: bool) -> None:
         """Let the backend's program run the passes, if it has one. Writes: the head's program."""
@@ -311,20 +296,16 @@ class EagleDrafter(TreeDrafter):
         own = make(self.head, self.embedding) if enable and make else None
         self.head.program = own or HeadPasses(self.head, self.embedding)
 
-    def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
+    def extend(self, state: DraftState, update: DrafterUpdate) -> DraftState:
         """Read the confirmed tokens. Writes: slots length .. length + R - 1, padding included."""
         hidden, length = self.head.program.extend(state, update)
         return replace_fields(state, length=length, hidden=hidden)
 
-    def rewind(self, state: EagleState, length: Tensor) -> EagleState:
-        """Forget all but the first `length` tokens."""
-        return replace_fields(state, length=length)
-
-    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         return state.hidden, state.length
 
     def forward_nodes(
-        self, state: EagleState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
+        self, state: DraftState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         return self.head.program.step(frontier, out, positions, state.cache, window)
 

@@ -305,9 +305,9 @@ class Quantization:
 def in_groups(quant: Quantization, inputs: Collection[int]) -> Quantization:
     """Return int8 in the largest groups that divide the inputs of all weights, if any do.
 
-    Other formats, formats of files, and groups that are given, are returned as they are.
+    Other formats, and groups that are given, are returned as they are.
     """
-    if quant.format != "int8" or quant.saved or quant.group_size:
+    if quant.format != "int8" or quant.group_size:
         return quant
     return replace(quant, group_size=max(_fitting(inputs), default=0))
 
@@ -327,7 +327,6 @@ def fit_group(quant: Quantization, inputs: dict[str, int]) -> Quantization:
     if quant.format == "int4":
         group = group or min(fits[-1] if fits else GROUPS[0], OPEN_GROUP)
     remedy = f"group_size={fits[-1]}" if fits else "--quant int8"
-    remedy = "another checkpoint" if quant.saved else remedy
     for weight, n in inputs.items():
         fault = f"{quant.format} group size {group} does not divide in_features {n} of {weight}"
         require(not group or n % group == 0, f"{fault}; use {remedy}")
@@ -574,8 +573,6 @@ class Loader:
     def choose_group(self, inputs: dict[str, int]) -> None:
         """Choose the inputs that share a scale. inputs: by the weight. Writes: storage."""
         quant = self.storage.quant
-        where = f" of {self.files.path}" if quant.saved else ""
-        inputs = {name + where: count for name, count in inputs.items()}
         if self.storage.device == "cpu":
             quant = in_groups(quant, inputs.values())
         self.storage = Storage(*self.storage[:2], fit_group(quant, inputs))

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from draft_tree import DraftTree
-from drafters import DrafterUpdate, DraftInputs
+from drafters import DrafterUpdate, DraftInputs, DraftState
 from drafts.level_draft import head_options, last_of
-from eagle_draft import EagleConfig, EagleDrafter, EagleHead, EagleState, fill
+from eagle_draft import EagleConfig, EagleDrafter, EagleHead, fill
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.fields import FLAG, integer, key, naming, read_fields, text_part
 from files.heads import check_sizes
@@ -217,23 +217,22 @@ class AssistantDrafter(EagleDrafter):
     def fuse(self, enable: bool) -> None:
         """Leave its passes as they are."""
 
-    def init(self, batch: int, slots: int) -> EagleState:
+    def init(self, batch: int, slots: int) -> DraftState:
         """Make an empty state."""
-        length = torch.zeros(batch, dtype=torch.long, device=self.device)
         width = self.head.config.model.target_dim
-        hidden = torch.zeros(batch, 1, width, dtype=self.head.dtype, device=self.device)
-        return EagleState((), length, hidden)
+        like = torch.empty(width, dtype=self.head.dtype, device=self.device)
+        return DraftState.empty(batch, like)
 
-    def extend(self, state: EagleState, update: DrafterUpdate) -> EagleState:
+    def extend(self, state: DraftState, update: DrafterUpdate) -> DraftState:
         """Keep the target's feature of the last confirmed token."""
         hidden = last_of(update.features, update.count, state.hidden)
-        return EagleState((), state.length + update.count, hidden)
+        return DraftState((), state.length + update.count, hidden)
 
-    def propose(self, state: EagleState, inputs: DraftInputs) -> DraftTree:
+    def propose(self, state: DraftState, inputs: DraftInputs) -> DraftTree:
         """Propose a tree. Writes: nothing."""
         return super().propose(replace_fields(state, cache=inputs.cache), inputs)
 
-    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         pos = inputs.text.pos
         window = causal_window(pos, 1, backend=self.backend)
         embedded = self.embedding(inputs.text.root[:, None])

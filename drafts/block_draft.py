@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab
+from drafters import DrafterUpdate, DraftInputs, DraftState, DraftVocab
 from drafts.block_heads import BlockConfig, block_names, read_block_head, read_vocab
 from drafts.correlator import Correlator
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
@@ -241,13 +241,6 @@ def slide(window: Window, size: int, config: BlockConfig) -> Window:
     return Window(window.slots, window.start, seen.expand_as(window.mask), first)
 
 
-class BlockState(NamedTuple):
-    """The drafter's cache. Slots below `length` come from the target's hidden states."""
-
-    cache: KVCache
-    length: Tensor  # [B] int64, confirmed tokens
-
-
 class BlockDrafter(LevelDrafter):
     """Drafts static or dynamic trees with a `BlockHead`."""
 
@@ -277,30 +270,25 @@ class BlockDrafter(LevelDrafter):
         """Run the pass over a block in one C++ call, where that is supported."""
         self.head.fuse(enable)
 
-    def init(self, batch: int, slots: int) -> BlockState:
+    def init(self, batch: int, slots: int) -> DraftState:
         """Make an empty state; the cache has room for a block behind `slots`."""
-        weight = self.head.norm.weight
         config = self.head.config
         slots += config.block_size
-        cache = KVCache.empty(config.model, batch, slots, weight.dtype, str(weight.device))
-        return BlockState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
+        return DraftState.empty(batch, self.head.norm.weight, config.model, slots)
 
-    def extend(self, state: BlockState, update: DrafterUpdate) -> BlockState:
-        """Read the confirmed tokens' hidden states. Writes: slots from length on."""
-        self.read(state, update)
-        return replace_fields(state, length=state.length + update.count)
+    def extend(self, state: DraftState, update: DrafterUpdate) -> DraftState:
+        """Read the confirmed tokens' hidden states. Writes: slots from length on.
 
-    def read(self, state: BlockState, update: DrafterUpdate) -> Tensor:
-        """Return `BlockHead.read` of the confirmed tokens. Writes: slots from length on."""
+        The row of the last one is the anchor of a correlator.
+        """
         window = causal_window(state.length, update.features.shape[1], backend=self.backend)
         taps = update.features[..., self.head.config.model.dim :]
-        return self.head.read(taps, state.cache, window)
+        rows = self.head.read(taps, state.cache, window)
+        if self.head.config.correlator:
+            state = replace_fields(state, hidden=last_of(rows, update.count, state.hidden))
+        return replace_fields(state, length=state.length + update.count)
 
-    def rewind(self, state: BlockState, length: Tensor) -> BlockState:
-        """Forget all but the first `length` tokens."""
-        return replace_fields(state, length=length)
-
-    def run_block(self, state: BlockState, inputs: DraftInputs) -> Tensor:
+    def run_block(self, state: DraftState, inputs: DraftInputs) -> Tensor:
         """Run the block: [B, D, F], the input of the LM head for each level; LiLiCorr's: for all.
 
         Of DSpine, the last layer's outputs before `Inject` are behind it: [B, D, 2 F].
@@ -319,7 +307,7 @@ class BlockDrafter(LevelDrafter):
         hidden = self.head(tokens, window.slots, state.cache, window, aux_layers=aux_layers)
         return hidden[:, first : first + levels]
 
-    def level_scores(self, state: BlockState, inputs: DraftInputs) -> Tensor:
+    def level_scores(self, state: DraftState, inputs: DraftInputs) -> Tensor:
         return self.head.score(self.run_block(state, inputs), self.lm_head)
 
 
@@ -338,7 +326,7 @@ class SparkDrafter(BlockDrafter):
     drafts that are accepted, the sum of min(p, q) over the vocabulary.
     """
 
-    def root_output(self, state: BlockState, inputs: DraftInputs) -> tuple[SparkLevels, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[SparkLevels, Tensor]:
         hidden = self.run_block(state, inputs)
         before = self.head.token_rows(inputs.text.root[:, None])
         dim = self.head.config.model.dim
@@ -347,7 +335,7 @@ class SparkDrafter(BlockDrafter):
 
     def forward_nodes(
         self,
-        state: BlockState,
+        state: DraftState,
         frontier: Frontier,
         out: SparkLevels,
         positions: Tensor,
@@ -371,14 +359,6 @@ class SparkDrafter(BlockDrafter):
         return Children(best.tokens, best.scores + sure[:, :, None])
 
 
-class LatticeState(NamedTuple):
-    """The state of a drafter with a correlator."""
-
-    cache: KVCache
-    length: Tensor  # [B] int64, confirmed tokens
-    anchor: Tensor  # [B, 1, F], what the last of them was read as
-
-
 class Lattice(NamedTuple):
     """The best tokens of all levels, and the tokens before a level."""
 
@@ -390,23 +370,13 @@ class Lattice(NamedTuple):
 class LatticeDrafter(SparkDrafter):
     """Scores pairs of the best tokens of neighbouring levels by a correlator (LiLiCorr)."""
 
-    def init(self, batch: int, slots: int) -> LatticeState:
-        state = super().init(batch, slots)
-        weight = self.head.norm.weight
-        return LatticeState(*state, weight.new_zeros(batch, 1, len(weight)))
-
-    def extend(self, state: LatticeState, update: DrafterUpdate) -> LatticeState:
-        """Read the confirmed tokens, and keep the last. Writes: slots from length on."""
-        anchor = last_of(self.read(state, update), update.count, state.anchor)
-        return LatticeState(state.cache, state.length + update.count, anchor)
-
-    def root_output(self, state: LatticeState, inputs: DraftInputs) -> tuple[Lattice, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[Lattice, Tensor]:
         hidden = self.run_block(state, inputs)  # [B, S, F]
         z = self.head.score(hidden, self.lm_head)
         best, ids = z.topk(self.head.config.correlator.lilicorr_candidate_topk)  # [B, S, K]
         log_probs = best - z.logsumexp(-1, keepdim=True)
         embedded = self.head.embedding(ids)  # [B, S, K, F]
-        anchor = state.anchor[:, 0] * (state.length > 0)[:, None]
+        anchor = state.hidden[:, 0] * (state.length > 0)[:, None]
         pairs = self.head.lilicorr(embedded, log_probs, hidden, anchor)
         return Lattice(ids, pairs, inputs.text.root[:, None]), inputs.text.pos
 

@@ -18,13 +18,13 @@ Qwen2.5's are: tokens that both have are drafted.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, DraftVocab, RootOnly, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftState, DraftVocab, RootOnly, TreeDrafter
 from drafts.presets import PresetPolicy
 from files.checkpoint import WeightFiles, saved_quantization
 from files.config import read_config, read_raw
@@ -50,18 +50,11 @@ def _pass(
     return model(tokens, positions, cache, window)  # [B, R, F]
 
 
-class ModelState(NamedTuple):
-    """The tokens that the draft model has read.
-
-    Slots below `length` - 1 hold the text's tokens. The slot `length` - 1 may be unwritten.
-    """
-
-    cache: KVCache
-    length: Tensor  # [B] int64, position of the root
-
-
 class ModelDrafter(TreeDrafter):
-    """Drafts chains, static or dynamic trees with a `Transformer`."""
+    """Drafts chains, static or dynamic trees with a `Transformer`.
+
+    Its state has no output, and the slot `length` - 1 of the cache may be unwritten.
+    """
 
     keeps_nodes = True
 
@@ -104,14 +97,12 @@ class ModelDrafter(TreeDrafter):
         """Run each pass of the model in one C++ call, where that is supported."""
         self.model.fuse(enable)
 
-    def init(self, batch: int, slots: int) -> ModelState:
+    def init(self, batch: int, slots: int) -> DraftState:
         """Return an empty state; the cache has room for the root and a draft behind `slots`."""
-        weight = self.model.norm.weight
         slots += 1 + self.scratch
-        cache = KVCache.empty(self.model.config, batch, slots, weight.dtype, str(weight.device))
-        return ModelState(cache, torch.zeros(batch, dtype=torch.long, device=weight.device))
+        return DraftState.empty(batch, self.model.norm.weight, self.model.config, slots)
 
-    def extend(self, state: ModelState, update: DrafterUpdate) -> ModelState:
+    def extend(self, state: DraftState, update: DrafterUpdate) -> DraftState:
         """Read the tokens of a prompt, or keep those of an accepted path.
 
         Writes: cache slots from length on.
@@ -124,11 +115,7 @@ class ModelDrafter(TreeDrafter):
             state.cache.compact(state.length, ran, self.backend)
         return replace_fields(state, length=state.length + update.count)
 
-    def rewind(self, state: ModelState, length: Tensor) -> ModelState:
-        """Forget all but the first `length` positions."""
-        return replace_fields(state, length=length)
-
-    def propose(self, state: ModelState, inputs: DraftInputs) -> DraftTree:
+    def propose(self, state: DraftState, inputs: DraftInputs) -> DraftTree:
         """Propose a tree, no deeper than the draft model's context.
 
         Writes: cache slots from length - 1 on.
@@ -140,7 +127,7 @@ class ModelDrafter(TreeDrafter):
         inside = inputs.text.pos[:, None] + tree.depths <= self.reach  # [B, N]
         return replace_fields(tree, valid=tree.valid & (inside | (tree.depths == 0)))
 
-    def root_output(self, state: ModelState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         # only an idle sequence has length 0
         window = causal_window(state.length, 2, back=1, backend=self.backend)
         tokens = self._read(inputs.text.tokens.gather(1, window.slots))  # [B, 2]
@@ -149,7 +136,7 @@ class ModelDrafter(TreeDrafter):
         return out[:, 1:], first
 
     def forward_nodes(
-        self, state: ModelState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
+        self, state: DraftState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         return _pass(self.model, self._read(frontier.tokens), positions, state.cache, window)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from draft_tree import Frontier
-from drafters import DraftInputs
-from eagle_draft import EagleDrafter, EagleState
+from drafters import DraftInputs, DraftState
+from eagle_draft import EagleDrafter
 from kv_cache import Window, causal_window
 
 
@@ -29,7 +29,7 @@ class ParallelEagleDrafter(EagleDrafter):
         features = nn.functional.pad(self.head.mask_hidden.detach(), (before, 0))
         self.masked = self.head.project(features[None, None]).to(self.head.dtype)  # [1, 1, F]
 
-    def root_output(self, state: EagleState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         """Return the outputs of all levels, [B, D, F], and the first scratch slot.
 
         Writes: slots length .. length + D - 2.
@@ -45,7 +45,7 @@ class ParallelEagleDrafter(EagleDrafter):
         return torch.cat((state.hidden, out), 1), state.length
 
     def forward_nodes(
-        self, state: EagleState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
+        self, state: DraftState, frontier: Frontier, out: Tensor, positions: Tensor, window: Window
     ) -> Tensor:
         return out
 

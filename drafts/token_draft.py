@@ -22,21 +22,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_tree import MAX_NODES, DynamicTree, Frontier, StaticTree
-from drafters import DrafterUpdate, DraftInputs, TreeDrafter
+from drafters import DrafterUpdate, DraftInputs, DraftState, TreeDrafter
 from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
-from eagle_draft import EagleState, fill
+from eagle_draft import fill
 from files.checkpoint import TensorSource, WeightFiles, with_codes
 from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
 from files.head_kinds import head_kind
 from files.heads import check_sizes, note_keys
-from kv_cache import KVCache, Window, causal_window
+from kv_cache import Window, causal_window
 from model import Layer, ModelConfig, Transformer, layer_names, run_layers, windows_of
 from options import log_note, require
 from quantize import Linear, Quantization
@@ -275,13 +275,6 @@ Heads = MedusaHeads | HydraHeads
 # ---------------------------------------------------------------------------------- the drafters
 
 
-class FeatureState(NamedTuple):
-    """The last confirmed token's feature."""
-
-    length: Tensor  # [B] int64, confirmed tokens
-    hidden: Tensor  # [B, 1, F]
-
-
 class TokenDrafter(TreeDrafter):
     """Drafts static or dynamic trees with `Heads`."""
 
@@ -306,57 +299,34 @@ class TokenDrafter(TreeDrafter):
         self.embedding = target.embedding
         self.lm_head = lm_head or target.lm_head
 
-    def init(self, batch: int, slots: int) -> FeatureState:
-        """Make the state before any token."""
-        weight = self.target.norm.weight
-        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return FeatureState(length, weight.new_zeros(batch, 1, len(weight)))
+    def init(self, batch: int, slots: int) -> DraftState:
+        """Make an empty state, with the cache of a prefix layer if there is one."""
+        layer = self.heads.config.model if self.heads.config.prefix else None
+        return DraftState.empty(batch, self.target.norm.weight, layer, slots)
 
-    def extend(self, state: FeatureState, update: DrafterUpdate) -> FeatureState:
-        hidden = last_of(update.features, update.count, state.hidden)
-        return FeatureState(state.length + update.count, hidden)
-
-    def rewind(self, state: Any, length: Tensor) -> Any:
-        """Forget all but the first `length` tokens."""
-        return replace_fields(state, length=length)
+    def extend(self, state: DraftState, update: DrafterUpdate) -> DraftState:
+        """Keep the last feature, or a prefix layer's output. Writes: the layer's slots."""
+        rows = update.features
+        if self.heads.config.prefix:
+            window = causal_window(state.length, rows.shape[1], backend=self.backend)
+            rows = self.heads.attend(rows, window.slots, state.cache, window)
+        hidden = last_of(rows, update.count, state.hidden)
+        return replace_fields(state, length=state.length + update.count, hidden=hidden)
 
 
 class MedusaDrafter(TokenDrafter, LevelDrafter):
     """Drafts with `MedusaHeads`."""
 
-    def level_scores(self, state: FeatureState, inputs: DraftInputs) -> Tensor:
+    def level_scores(self, state: DraftState, inputs: DraftInputs) -> Tensor:
         levels = [head(state.hidden) for _, head in zip(range(self.tree.depth), self.heads.heads)]
         x = torch.cat(levels, 1)  # [B, D, F], or of LM heads [B, D, V]
         return x if self.heads.config.own_lm_heads else self.lm_head(x)
 
 
 class HydraDrafter(TokenDrafter):
-    """Drafts with `HydraHeads`. With a prefix layer its state is an `EagleState`."""
+    """Drafts with `HydraHeads`."""
 
-    def init(self, batch: int, slots: int) -> FeatureState | EagleState:
-        """Make an empty state: the last feature, or the prefix layer's cache and last output."""
-        state = super().init(batch, slots)
-        if not self.heads.config.prefix:
-            return state
-        hidden = state.hidden
-        config = self.heads.config.model
-        cache = KVCache.empty(config, batch, slots, hidden.dtype, str(hidden.device))
-        return EagleState(cache, state.length, hidden)
-
-    def extend(
-        self, state: FeatureState | EagleState, update: DrafterUpdate
-    ) -> FeatureState | EagleState:
-        """Read the confirmed tokens. Writes: slots length .. length + R - 1 of the prefix layer."""
-        if not self.heads.config.prefix:
-            return super().extend(state, update)
-        window = causal_window(state.length, update.features.shape[1], backend=self.backend)
-        out = self.heads.attend(update.features, window.slots, state.cache, window)
-        hidden = last_of(out, update.count, state.hidden)
-        return replace_fields(state, length=state.length + update.count, hidden=hidden)
-
-    def root_output(
-        self, state: FeatureState | EagleState, inputs: DraftInputs
-    ) -> tuple[Tensor, Tensor]:
+    def root_output(self, state: DraftState, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         embedded = self.embedding(inputs.text.root[:, None])
         rows = torch.cat((state.hidden, embedded.to(state.hidden.dtype)), -1)  # [B, 1, 2F]
         return rows, state.length

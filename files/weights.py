@@ -97,7 +97,7 @@ class CheckpointLoader(Loader):
         return linear
 
     def choose_group(self, inputs: dict[str, int]) -> None:
-        if not self.storage.quant.is_blocks:
+        if not self.storage.quant.saved:
             super().choose_group(inputs)
 
     def check_names(self, wanted: set[str], ignored: Callable[[str], bool]) -> None:

@@ -341,7 +341,7 @@ def test_lilicorr_scores_the_lattice(tmp_path):
         assert (out.pairs[0, 1:] - official["pairs"][number]).abs().max() < 1e-4
         path = drafter.propose(state, inputs).tokens[0, 1:]
         assert path.tolist() == official["tokens"][number].tolist()
-    alone, _ = drafter.root_output(state._replace(anchor=torch.zeros(1, 1, 64)), inputs)
+    alone, _ = drafter.root_output(state._replace(hidden=torch.zeros(1, 1, 64)), inputs)
     assert (alone.pairs[0, 1:] - official["pairs.alone"]).abs().max() < 1e-4
     assert (alone.pairs - out.pairs).abs().max() > 0.1
 
