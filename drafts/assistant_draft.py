@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from draft_tree import DraftTree
 from drafters import DrafterUpdate, DraftInputs, DraftState
-from drafts.level_draft import head_options, last_of
+from drafts.level_draft import last_of
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, fill
 from files.config import EMBEDDING, LM_HEAD, open_source
 from files.fields import FLAG, integer, key, naming, read_fields, text_part
@@ -244,6 +244,7 @@ class AssistantDrafter(EagleDrafter):
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft assistant`. Raises: ValueError for an assistant or a tree that does not fit."""
-    quant, options = head_options(target, config)
+    quant = Quantization.of(config.quant_draft, config.group_size)
     head = load_head(Path(config.head), target, quant)
-    return method_of(AssistantDrafter(head, target, config.draft_tree, **options))
+    tree = config.draft_tree
+    return method_of(AssistantDrafter(head, target, tree, children=config.child_rule))

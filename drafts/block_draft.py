@@ -32,7 +32,7 @@ from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftState, DraftVocab
 from drafts.block_heads import BlockConfig, block_names, read_block_head, read_vocab
 from drafts.correlator import Correlator
-from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
+from drafts.level_draft import LevelDrafter, last_of, tree_of
 from eagle_draft import fill
 from files.heads import HeadFiles, head_files, is_same_embedding, is_unused
 from kv_cache import KVCache, Window, causal_window
@@ -422,9 +422,10 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft block`. Raises: ValueError for a head or a tree that does not fit."""
     path = Path(config.head)
-    quant, options = head_options(target, config)
+    quant = Quantization.of(config.quant_draft, config.group_size)
     head = load_head(path, target, quant)
     tree = tree_of(config, head.config.levels, path)
     model = head if head.lm_head else target
     lm_head = draft_lm_head(model, quant)
-    return method_of(kind_of(head.config)(head, target, tree, lm_head, **options))
+    drafter = kind_of(head.config)
+    return method_of(drafter(head, target, tree, lm_head, children=config.child_rule))

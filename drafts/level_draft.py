@@ -7,7 +7,7 @@
    product of the distributions (DDTree, arXiv 2604.12989).
 3. When sampling, a level's scores carry the noise of its draw, as in every `TreeDrafter`.
 
-`head_options`, `last_of` and `tree_of` also serve heads that take turns, as Hydra's.
+`last_of` and `tree_of` also serve heads that take turns, as Hydra's.
 Not here: the passes (token_draft.py, block_draft.py).
 """
 
@@ -23,9 +23,7 @@ from torch import Tensor
 from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
 from kv_cache import Window
-from model import Transformer
 from options import require
-from quantize import Quantization
 from run.options import DEPTH, MEDUSA_PATHS, GenerateConfig
 
 
@@ -61,17 +59,6 @@ def last_of(rows: Tensor, count: Tensor, before: Tensor) -> Tensor:
     """
     last = (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, rows.shape[2])
     return torch.where(count[:, None, None] > 0, rows.gather(1, last), before)
-
-
-def head_options(
-    target: Transformer, config: GenerateConfig
-) -> tuple[Quantization | None, dict[str, Any]]:
-    """Return the format of a head, and further options of its drafter.
-
-    Raises: ValueError for options that a head of this kind does not have.
-    """
-    options: dict[str, Any] = {"children": config.child_rule}
-    return Quantization.of(config.quant_draft, config.group_size), options
 
 
 def tree_of(config: GenerateConfig, levels: int, path: Path) -> DynamicTree | StaticTree:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from drafts.level_draft import head_options
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead, fill
 from files.checkpoint import TensorSource
 from files.config import EMBEDDING, LM_HEAD, open_source
@@ -114,7 +113,8 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
 
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft mtp`. Raises: ValueError for a layer or a tree that does not fit."""
-    quant, options = head_options(target, config)
+    quant = Quantization.of(config.quant_draft, config.group_size)
     head = load_head(Path(config.head), target, quant)
     lm_head = draft_lm_head(target, quant)
-    return method_of(EagleDrafter(head, target, config.draft_tree, lm_head, **options))
+    drafted = (config.draft_tree, lm_head)
+    return method_of(EagleDrafter(head, target, *drafted, children=config.child_rule))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from draft_tree import MAX_NODES, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftState, TreeDrafter
-from drafts.level_draft import LevelDrafter, head_options, last_of, tree_of
+from drafts.level_draft import LevelDrafter, last_of, tree_of
 from eagle_draft import fill
 from files.checkpoint import TensorSource, WeightFiles, with_codes
 from files.fields import TEXT, Rule, integer, key, naming, only, positive, read_fields
@@ -376,8 +376,8 @@ def drafter_of(
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Load `--draft medusa` or hydra. Raises: ValueError for heads or a tree that do not fit."""
     path = Path(config.head)
-    quant, options = head_options(target, config)
+    quant = Quantization.of(config.quant_draft, config.group_size)
     heads = load_heads(path, target, quant)
     tree = tree_of(config, heads.config.heads, path)
     lm_head = None if heads.config.own_lm_heads else draft_lm_head(target, quant)
-    return method_of(drafter_of(heads, target, tree, lm_head, **options))
+    return method_of(drafter_of(heads, target, tree, lm_head, children=config.child_rule))

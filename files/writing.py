@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -37,14 +37,17 @@ def write_checkpoint(
     out: Path,
     tensors: Iterable[tuple[str, Tensor]],
     config: dict,
-    source: Path,
+    source: Path | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    check: Callable[[Path], None] = lambda made: None,
 ) -> None:
-    """Write a model directory: shards, their index, config.json, and `COPIED` from `source`.
+    """Write a directory: one file of weights, or shards and their index; config.json.
 
     tensors: names and tensors, each computed when its turn comes
+    source: a model whose `COPIED` go with it, if there is one
     shard_bytes: no shard grows beyond this, unless one tensor is larger
+    check: raises ValueError for a directory that must not get the name
     Raises: ValueError when `out` exists and `overwrite` is False, or cannot be written.
     Writes: `out`.
     """
@@ -59,11 +62,12 @@ def write_checkpoint(
                 shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
         _write_shards(temporary, tensors, shard_bytes)
-        for name in COPIED:
+        for name in COPIED if source else ():
             if (source / name).is_file():
                 (temporary / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source / name, temporary / name)
         _write_json(temporary / "config.json", config)
+        check(temporary)
         if out.exists():
             out.rename(old)
         temporary.rename(out)
@@ -94,6 +98,9 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         shard[name] = tensor.contiguous()
         total += tensor.nbytes
     close()
+    if len(set(index.values())) == 1:
+        (folder / index[name]).rename(folder / "model.safetensors")
+        return
     document = {"metadata": {"total_size": total}, "weight_map": index}
     _write_json(folder / "model.safetensors.index.json", document)
 

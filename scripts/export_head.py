@@ -27,14 +27,12 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
-import json
 import math
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +93,6 @@ COMMAND = read_command() if __name__ == "__main__" else None
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from drafts.block_draft import BlockHead
@@ -108,6 +105,7 @@ from files.fetch import fetched, title_of
 from files.gguf_heads import D2T, EAGLE3, SHARPNESS
 from files.head_kinds import head_kind
 from files.heads import HeadFiles, draft_vocab, head_files, read_head
+from files.writing import write_checkpoint
 from model import ModelConfig, rope_frequencies
 from models.mixtures import has_head_norms
 from scripts.gguf_file import gguf_name, keys_of, rotated_as_in_llama_cpp, stored, write
@@ -198,7 +196,7 @@ def check_tensors(head: Head, layout: str) -> str:
     return where
 
 
-def check_read_back(head: Head, written: Path, where: str) -> None:
+def check_read_back(head: Head, where: str, written: Path) -> None:
     """Check that what was written is read as the same head. where: from `check_tensors`
 
     Raises: ValueError.
@@ -254,21 +252,8 @@ def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
         reached = torch.zeros(head.config.model.vocab_size, dtype=torch.bool)
         tensors["d2t"] = head.ids - torch.arange(len(head.ids))
         tensors["t2d"] = reached.index_fill(0, head.ids, True)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as temporary:
-            made = Path(temporary, out.name)
-            made.mkdir()
-            save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-            (made / "config.json").write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-            check_read_back(head, made, where)
-            if out.is_dir():
-                shutil.rmtree(out)
-            made.rename(out)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {out} ({error.strerror}); free some space or name another directory"
-        ) from None
+    check = partial(check_read_back, head, where)
+    write_checkpoint(out, tensors.items(), keys, overwrite=True, check=check)
 
 
 def _in_16_bits(weight: Tensor) -> Tensor:
@@ -411,7 +396,7 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
 
     def write_and_check(path: Path) -> None:
         write(path, EAGLE3, metadata, tensors_of(head, kind))
-        check_read_back(head, path, where)
+        check_read_back(head, where, path)
 
     try:
         replace_file(out, write_and_check)
