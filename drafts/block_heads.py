@@ -31,7 +31,7 @@ from files.heads import (
     HeadFiles,
     check_aux_layers,
     check_sizes,
-    drafted_ids,
+    draft_vocab,
     layer_config,
     note_keys,
 )
@@ -204,16 +204,10 @@ def _read_correlator(keys: dict, hf: HFBlockLayout, model: BlockModel) -> HFCorr
 
 
 def read_vocab(files: HeadFiles, config: BlockConfig) -> DraftVocab | None:
-    """Return the tokens that a drafter drafts; None: all of the target's.
-
-    Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
-    Writes: `files`, whose rows of tokens then have the tokens' order.
-    """
-    if not config.draft_vocab:
-        return None
+    """Return the tokens that a drafter drafts, as `draft_vocab`."""
     size = config.model.vocab_size
     tables = ["lm_head.weight", "markov_head.markov_w2.weight"]
-    return DraftVocab(size, drafted_ids(files, config.draft_vocab, size, tables))
+    return draft_vocab(files, size, tables, config.draft_vocab or size)
 
 
 def _inputs_of(files: HeadFiles, name: str) -> int:

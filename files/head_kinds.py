@@ -118,7 +118,7 @@ def head_kind(path: Path) -> str:
             marks += sorted(file.name for file in path.glob(f"{layout.files}*"))
         if marks:
             mark_of[layout.kind] = marks[-1]
-    if mark_of.keys() & {"medusa", "hydra"}:
+    if any("_lm_head." in mark for mark in mark_of.values()):  # else these are its weights
         theirs = [name for name in WEIGHTS if (path / name).is_file()]
         if theirs:
             mark_of["eagle"] = theirs[0]

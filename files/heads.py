@@ -16,7 +16,7 @@ Not here: modules (files/eagle_variants.py, eagle_draft.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -339,14 +339,15 @@ def load_head(
     source = source or head_files(path, form)
     files = HeadFiles(path, source)
     config = read_head(files, target.config)
-    ids = draft_vocab(files, config)
-    records = load_part("reader", "eagle3").RECORDS if config.eagle3 else ()
+    eagle3 = config.eagle3
+    tables = [eagle3.lm_head] if eagle3 else []
+    vocab = draft_vocab(files, config.model.vocab_size, tables, eagle3.draft_vocab if eagle3 else 0)
+    records = load_part("reader", "eagle3").RECORDS if eagle3 else ()
     full = {"layer_types": [FULL] * config.model.n_layers}
     note_keys(path, files.config, records, OFF | full)
     with torch.device("meta"):
         head = make_head(config)
-    if ids is not None:
-        head.vocab = DraftVocab(config.model.vocab_size, ids)
+    head.vocab = vocab
     fill(head, target, files, head.weight_names(), files.quant or quant, is_unused)
     if head.embedding is not None and is_same_embedding(head.embedding, target):
         head.embedding = None  # one copy is enough
@@ -377,59 +378,43 @@ def is_same_embedding(of_head: nn.Module, target: Transformer) -> bool:
 # ------------------------------------------------------------------------------- draft vocabularies
 
 
-def draft_vocab(files: TensorSource, config: EagleConfig) -> Tensor | None:
-    """Return the tokens that a head drafts; None: the target's.
+def draft_vocab(
+    files: TensorSource, size: int, tables: Sequence[str], count: int = 0
+) -> DraftVocab | None:
+    """Return the tokens that a head drafts, by `d2t`; None: all `size` of the target.
 
-    In files of versions 1 and 2, `d2t` is ours (scripts/train/losses.py).
-
+    tables: the weights with a row for each of them
+    count: of them, by config.json; 0: as many as `d2t` has, which in files of versions 1 and 2 is
+        ours (scripts/train/losses.py)
     Raises: ValueError for a `d2t` that leaves the vocabulary or repeats a token.
-    Writes: `files`, whose LM head then has its rows in the order of the tokens: of equal scores
-    the lowest token wins.
+    Writes: `files`, where the rows of tables then have the tokens' order: of equal scores the
+    lowest token wins.
     """
-    eagle3 = config.eagle3
-    size = config.model.vocab_size
-    count = eagle3.draft_vocab if eagle3 else d2t_size(files, size)
+    count = count or d2t_size(files, size)
     if count == size:  # the official code drops d2t then
         return None
-    return drafted_ids(files, count, size, [eagle3.lm_head] if eagle3 else [])
+    differences = files.read("d2t")
+    whole = differences.dtype in (torch.int64, torch.int32)
+    actual = f"{differences.dtype} of shape {list(differences.shape)}"
+    fault = f"{files.path}: d2t must hold draft_vocab_size ({count}) whole numbers; it is {actual}"
+    remedy = "correct the key, or download the head again"
+    require(whole and differences.shape == (count,), f"{fault}; {remedy}")
+    ids, order = (torch.arange(count) + differences.long()).sort()
+    for extreme in (int(ids[0]), int(ids[-1])):
+        fault = f"{files.path}: d2t reaches the token {extreme}, the target has 0..{size - 1}"
+        require(0 <= extreme < size, f"{fault}; a token is its index plus d2t: correct it")
+    for repeated in ids[1:][ids.diff() == 0].tolist():
+        fault = f"{files.path}: d2t reaches the token {repeated} twice"
+        raise ValueError(f"{fault}; download the head again")
+    if (order.diff() < 0).any():
+        for name in tables:
+            _order_rows(files, name, order)
+    return DraftVocab(size, ids)
 
 
 def d2t_size(files: TensorSource, vocab_size: int) -> int:
     """Return the length of d2t; without it a head drafts the whole vocabulary."""
-    return files.read("d2t").numel() if "d2t" in files.readers else vocab_size
-
-
-def drafted_ids(files: TensorSource, count: int, size: int, tables: list[str]) -> Tensor:
-    """Read the ids of the `count` tokens in `d2t`. size: of the target's vocabulary
-
-    tables: the weights with a row for each of them
-    Returns: [Vd] int64, ascending.
-    Raises: as `draft_vocab`. Writes: `files`, where the rows then have the tokens' order.
-    """
-    path = files.path
-    differences = files.read("d2t")
-    if differences.shape != (count,) or differences.dtype not in (torch.int64, torch.int32):
-        actual = f"{differences.dtype} of shape {list(differences.shape)}"
-        raise ValueError(
-            f"{path}: d2t must hold draft_vocab_size ({count}) whole numbers; it is {actual}; "
-            "correct the key, or download the head again"
-        )
-    ids, order = (torch.arange(count) + differences.long()).sort()
-    for extreme in (int(ids[0]), int(ids[-1])):
-        if not 0 <= extreme < size:
-            raise ValueError(
-                f"{path}: d2t reaches the token {extreme}, the target has 0..{size - 1}; "
-                "a token is its index plus d2t: correct it"
-            )
-    repeated = ids[1:][ids.diff() == 0]
-    if len(repeated):
-        raise ValueError(
-            f"{path}: d2t reaches the token {int(repeated[0])} twice; download the head again"
-        )
-    if (order.diff() < 0).any():
-        for name in tables:
-            _order_rows(files, name, order)
-    return ids
+    return (*files.shape("d2t"), vocab_size)[0]
 
 
 def _order_rows(files: TensorSource, name: str, order: Tensor) -> None:

@@ -148,7 +148,6 @@ def read(head: Path, target: Path) -> Head:
     if kind == "block":
         config = read_block_head(files, read_config(target))
         vocab = read_vocab(files, config)
-        ids = vocab.ids if vocab else None
     else:
         config = read_head(files, read_config(target))
         if config.eagle3 is None:
@@ -156,8 +155,9 @@ def read(head: Path, target: Path) -> Head:
                 f"{head} is a head of version 1 or 2, and other runtimes are served version 3; "
                 "train one with --version 3"
             )
-        ids = draft_vocab(files, config)
-    read = Head(files, kind, config, target, ids)
+        drafted = config.eagle3.draft_vocab
+        vocab = draft_vocab(files, config.model.vocab_size, [config.eagle3.lm_head], drafted)
+    read = Head(files, kind, config, target, vocab.ids if vocab else None)
     missing = [name for name in read.names() if name not in files.readers]
     if missing:
         raise ValueError(f"{head}: the weights {', '.join(missing)} are missing")

@@ -480,7 +480,7 @@ def test_the_flat_reader_reads_official_heads_as_the_other_does(head, of_target)
     for each in fields(Eagle3) if theirs.eagle3 else ():
         assert getattr(ours.config.eagle3, each.name) == getattr(theirs.eagle3, each.name)
     assert ours.weight_names().items() <= head_names(theirs).items()
-    ids = draft_vocab(files, theirs)
+    ids = draft_vocab(files, 128, [], theirs.eagle3.draft_vocab).ids if theirs.eagle3 else None
     assert (ours.vocab is None) == (ids is None)
     assert ids is None or torch.equal(ours.vocab.ids, ids)
     with pytest.raises(ValueError, match="use the head made for this target"):
