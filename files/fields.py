@@ -1,7 +1,7 @@
 """Declare and check the keys of JSON files by others: a key is a dataclass field with a rule.
 
-`read_fields` reads the keys that a dataclass declares with `key` from a JSON object, and `keys_of`
-writes them. `naming` puts the name of the file before an error message, and the remedy after it.
+`read_fields` reads the keys that a dataclass declares with `key` from a JSON object. `naming` puts
+the name of the file before an error message, and the remedy after it.
 """
 
 from __future__ import annotations
@@ -123,12 +123,6 @@ def read_fields(raw: dict, kind: type, **others: Any) -> Any:
             raise ValueError(f"{name} must be {rule.text}; it is {reprlib.repr(value)}")
         values[declared.name] = value
     return kind(**values | others)
-
-
-def keys_of(record: Any) -> dict[str, Any]:
-    """Return the keys of a JSON file that a record is read from, each with its value."""
-    found = {key_of(declared): getattr(record, declared.name) for declared in fields(record)}
-    return {name: value for name, value in found.items() if name}
 
 
 # keys of config.json that hold for the text part of a model, too
