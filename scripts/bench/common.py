@@ -286,6 +286,14 @@ class Report:
         self.log.add([row | self.facts for row in rows])
 
 
+def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Group rows by the values under some names, in their order."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table."""
     first, *lines = (f"| {' | '.join(cells)} |" for cells in (head, *rows))

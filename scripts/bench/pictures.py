@@ -33,9 +33,10 @@ from run.engine import Engine
 from run.generate import load, stream
 from run.load import without_draft
 from scripts.bench.cases import BarsOptions, RaceOptions, is_peer
-from scripts.bench.common import Log, environment, in_turn, markdown
+from scripts.bench.common import Log, environment, grouped, in_turn, markdown
 
 OURS = "gpt-eagle"  # engines of this project begin with it
+GROUP = ("model", "format", "machine")  # columns of rows that are one group of bars
 # of the bars, in pixels
 LABEL = 230  # width of the engines' names
 BAR = 480  # width of the longest bar
@@ -117,16 +118,6 @@ def read_rows(path: Path) -> list[SpeedRow]:
     return read_measured(path, lambda rows: table(rows) + bars_picture(rows), "a JSON list of rows")
 
 
-def grouped(rows: list[SpeedRow], *names: str) -> dict[tuple[str, ...], list[SpeedRow]]:
-    """Group rows by model, format, machine and further texts, in the order of the file."""
-    groups: dict[tuple[str, ...], list[SpeedRow]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("model", "format", "machine"))
-        key += tuple(row.get(name, "") for name in names)
-        groups.setdefault(key, []).append(row)
-    return groups
-
-
 def mean_rate(rows: list[SpeedRow]) -> float:
     """Return the mean of the rates, in tokens per second."""
     return statistics.mean(row["tokens_per_s"] for row in rows)
@@ -134,11 +125,11 @@ def mean_rate(rows: list[SpeedRow]) -> float:
 
 def bars_picture(rows: list[SpeedRow]) -> str:
     """Draw the groups below each other, as SVG."""
-    bars = grouped(rows, "engine")
+    bars = grouped(rows, *GROUP, "engine")
     longest = max(map(mean_rate, bars.values()))
     parts = []
     y = 0
-    for (model, form, machine), group in grouped(rows).items():
+    for (model, form, machine), group in grouped(rows, *GROUP).items():
         tasks = len({row.get("task") for row in group})
         counted = f"tokens per second, mean of {tasks} tasks" if tasks > 1 else "tokens per second"
         title = html.escape(f"{model}, {form}, {machine}: {counted}")
@@ -180,7 +171,8 @@ def table(rows: list[SpeedRow]) -> str:
     if any("tau" in row for row in rows):
         title += ", tokens a pass"
     lines = []
-    for (model, form, machine, task), group in grouped(rows, "task").items():
+    named = [{"task": ""} | row for row in rows]
+    for (model, form, machine, task), group in grouped(named, *GROUP, "task").items():
         rates = {row["engine"]: cell(row) for row in group}
         sources = dict.fromkeys(f"{row['date']}, {row['commit']}" for row in group)
         of = ", ".join(filter(None, (model, form, task)))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from run.stats import explain
 from scripts.bench.cases import is_peer
-from scripts.bench.common import Series, markdown
+from scripts.bench.common import Series, grouped, markdown
 
 ALPHAS = 5  # 0-alpha to 4-alpha, as in EAGLE-1
 COLUMNS = (
@@ -25,14 +25,6 @@ BRIEF = (  # columns of the final JSON
     "task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s",
     "speedup",
 )  # fmt: skip
-
-
-def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
-    """Group rows by the values under some names, in the order of the log."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return groups
 
 
 def tables(rows: list[dict]) -> Iterator[str]:

@@ -390,6 +390,50 @@ def test_random_weights_of_another_runtime(monkeypatch):
     assert [len(text) for text in outcome.texts] == [5, 5] and outcome.stats.tokens == 8
 
 
+OF_GPT_FAST = {  # as little of its files as the contestant calls
+    "model": """
+import torch
+class ModelArgs(dict): pass
+class Transformer(torch.nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = sizes
+        self.emb = torch.nn.Embedding(sizes["vocab_size"], sizes["dim"])
+        self.register_buffer("codes", torch.empty(4, 4, dtype=torch.int32))
+    def setup_caches(self, max_batch_size, max_seq_length):
+        self.room = max_seq_length
+""",
+    "quantize": """
+class WeightOnlyInt4QuantHandler:
+    def __init__(self, model, group):
+        assert group == 32 and model.sizes["n_layer"] == 2
+        self.convert_for_runtime = lambda: model
+""",
+    "generate": """
+import torch, tokenizer
+def generate(model, prompt, new, batch, **options):
+    assert model.room == 512 >= len(prompt) + new and model.emb(prompt).dtype == torch.bfloat16
+    return torch.zeros(batch, len(prompt) + new), {}
+""",
+}
+
+
+def test_gpt_fast_is_driven_as_its_own_benchmark_does(tmp_path, monkeypatch):
+    """Prompts of ids beyond its vocabulary, too; the modules of this project keep their names."""
+    for name, text in OF_GPT_FAST.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    small = dict(zip(random_model.SIZES, (64, 2, 2, 2, 96, 40)))
+    monkeypatch.setattr(contestants, "raw_config", lambda shape: small)
+    monkeypatch.setattr(contestants, "GPT_FAST_FOLDER", tmp_path)
+    ours = sys.modules["model"]
+    run = contestants.run_gpt_fast(SpeedOptions(device="cpu", max_new_tokens=10))
+    for prompt in ([3, 900, 7], [1] * 400):
+        outcome = run([prompt])
+        assert outcome.stats.tokens == 8 and outcome.accept_lengths == [[0] * 8]
+        assert outcome.stats.prefill_s > 0 and outcome.texts == [[]]
+    assert sys.modules["model"] is ours and "tokenizer" not in sys.modules
+
+
 def test_identical_is_said_of_each_runtime():
     """A peer's drafts are held against its own plain decoding, also where that is not ours."""
     texts = {
