@@ -185,7 +185,7 @@ def linear(config: LinearOptions) -> None:
 # --------------------------------------------------------------------------------------- attention
 
 
-def tree_mask(T: int, device: str) -> Tensor:
+def tree_mask(T: int) -> Tensor:
     """Return the mask of a chain, or from 16 rows on of a tree: [1, T, T] bool.
 
     A node of the tree hangs below one of the last 6 before it that are less than 7 deep.
@@ -197,23 +197,22 @@ def tree_mask(T: int, device: str) -> Tensor:
         above = random.choice(parents or paths[:1]) if T >= 16 else paths[-1]
         paths.append([*above, node])
     rows = [[node in path for node in range(T)] for path in paths]
-    return torch.tensor([rows], device=device)
+    return torch.tensor([rows])
 
 
-def attention_calls(name: str, length: int, T: int, device: str) -> dict[str, list[Call]]:
+def attention_calls(heads: int, caches: list[Tensor], length: int, T: int) -> dict[str, list[Call]]:
     """Return the calls of attention of a tree of T rows over `length` slots, layer by layer.
 
+    caches: keys and values of every layer, [2, 1, Hkv, S, E]
     Ours makes the table of paths in the first layer. Torch's is over the slots in use, with a mask
     made beforehand, which no captured graph could do.
     """
-    heads, kv_heads = HEADS[name]
     used = length + T
-    options = {"dtype": torch.bfloat16, "device": device}
-    q = torch.randn(1, T, heads, 128, **options)
+    device = caches[0].device
+    q = torch.randn(1, T, heads, 128, dtype=torch.bfloat16, device=device)
     start = torch.tensor([length], device=device)
-    mask = tree_mask(T, device)
+    mask = tree_mask(T).to(device)
     visible = F.pad(mask, (length, 0), value=True)  # [1, T, used]
-    caches = [torch.randn(2, 1, kv_heads, CAPACITY, 128, **options) for _ in range(CACHE_LAYERS)]
     backend = choose(q.device)
     paths = backend.path_table(mask)
 
@@ -230,18 +229,26 @@ def attention_calls(name: str, length: int, T: int, device: str) -> dict[str, li
     return {"ours": ours, "torch": [partial(cut, *cache) for cache in caches]}
 
 
+def layers_of(kv_heads: int, device: str) -> list[Tensor]:
+    """Make the keys and values of all layers."""
+    size = (2, 1, kv_heads, CAPACITY, 128)
+    options = {"dtype": torch.bfloat16, "device": device}
+    return [torch.randn(*size, **options) for _ in range(CACHE_LAYERS)]
+
+
 def attention(config: AttentionOptions) -> None:
     """Measure and print attention of trees. Raises: ValueError without a GPU."""
     require_cuda()
     report = Report(config.json, "cuda")
     print(f"bf16, reads {read_bandwidth('cuda', 5).text(1, 1e-9)} GB/s", flush=True)
     rows = [int(T) for T in config.rows.split(",")]
-    for name, (_, kv_heads) in HEADS.items():
+    for name, (heads, kv_heads) in HEADS.items():
+        caches = layers_of(kv_heads, "cuda")
         for length in map(int, config.lengths.split(",")):
             runs = {}
             read_bytes = {}
             for T in rows:
-                for method, calls in attention_calls(name, length, T, "cuda").items():
+                for method, calls in attention_calls(heads, caches, length, T).items():
                     runs[method, T] = Rotated(calls, "cuda").seconds
                     read_bytes[method, T] = 2 * 2 * kv_heads * (length + T) * 128
             title = f"attention {name}, {length} slots"

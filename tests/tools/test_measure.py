@@ -592,13 +592,14 @@ def test_one_layer_is_timed_in_every_format(monkeypatch):
 
 def test_attention_agrees_with_its_peer(monkeypatch):
     """With the CPU's operators in the place of ours."""
-    small = {"HEADS": {"8b": (4, 1)}, "CAPACITY": 40, "CACHE_LAYERS": 2}
+    small = {"CAPACITY": 40, "CACHE_LAYERS": 2}
     path_table = torch.ops.gpt_eagle.path_table
     small["choose"] = lambda device: SimpleNamespace(attention=attention, path_table=path_table)
     for name, value in small.items():
         monkeypatch.setattr(operators, name, value)
+    caches = operators.layers_of(1, "cpu")
     for T in (1, 7, 20):
-        calls = operators.attention_calls("8b", 20, T, "cpu")
+        calls = operators.attention_calls(4, caches, 20, T)
         ours, peer = ([call() for call in each] for each in calls.values())
         assert len(ours) == 2
         torch.testing.assert_close(ours, peer, atol=2e-2, rtol=2e-2)
