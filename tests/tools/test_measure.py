@@ -606,17 +606,14 @@ def test_attention_agrees_with_its_peer(monkeypatch):
 
 
 def test_a_start_is_timed_and_another_text_is_an_error(tmp_path, monkeypatch, capsys):
-    flags = f"--checkpoint {DEMO} --lengths 4,6 --rounds 1 --json {tmp_path / 'starts'}".split()
+    flags = f"--checkpoint {DEMO} --lengths 6 --rounds 1 --json {tmp_path / 'starts'}".split()
     command(monkeypatch, "start", *flags)
     rows = rows_of(tmp_path / "starts")
-    assert [(row["name"], row["tokens"]) for row in rows] == [
-        ("4, gpt-eagle", 4),
-        ("6, gpt-eagle", 6),
-    ]
-    for row in rows:
-        assert 0 < row["first_s"][0] <= row["end_s"][0] and row["tokens_per_s"][0] > 0
+    (row,) = rows
+    assert row["name"] == "6, gpt-eagle" and row["tokens"] == 6 and row["tokens_per_s"][0] > 0
+    assert 0 < row["first_s"][0] <= row["end_s"][0]
     printed = capsys.readouterr().out
-    assert "| 6, gpt-eagle | 6 | " in printed and printed.count("| whole |") == 2
+    assert "| 6, gpt-eagle | 6 | " in printed and "| whole |" in printed
     made = iter("abcd")
     one = start.Start(1.0, 2.0, "", 4, 9.0)
     monkeypatch.setattr(start, "start", lambda *_: one._replace(text=next(made)))
