@@ -32,7 +32,6 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -60,7 +59,7 @@ from server.replies import ChatReply, Reply
 from server.responses import ResponseReply, Responses
 from server.transport import Guard, Listener, is_loopback, json_body, listen
 
-SILENCE_S = 10  # seconds without an event, behind which a stream has a comment
+SILENCE_S = 5  # seconds without an event, behind which a stream has a comment
 PAGE = Path(__file__).with_name("page.html")
 OF_THE_PAGE = {
     "Cache-Control": "no-cache",
@@ -161,15 +160,12 @@ class Server:
         self.batcher.submit(jobs)
         events = _events(pieces, jobs, reply)
         if asked.body.stream:
-            return StreamingResponse(_with_fault(events, reply), media_type="text/event-stream")
-        done = asyncio.create_task(_whole(events, reply))
-        gone = asyncio.create_task(_gone(request))
-        try:
-            await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(done.result()) if done.done() else Response(status_code=499)
-        finally:
-            done.cancel()
-            gone.cancel()
+            return StreamingResponse(_streamed(events, reply), media_type="text/event-stream")
+        async with aclosing(events):
+            async for _ in events:
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+        return JSONResponse(reply.whole())
 
     def _jobs(self, asked: RequestParams, pieces: asyncio.Queue[Delta | Refusal]) -> list[Job]:
         loop = asyncio.get_running_loop()
@@ -222,16 +218,13 @@ async def _fault(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _gone(request: Request) -> None:
-    """Wait until the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _events(
     pieces: asyncio.Queue[Delta | Refusal], jobs: list[Job], reply: Reply
 ) -> AsyncIterator[str]:
-    """Yield the events of an answer as its pieces come. Raises: Refusal when the server ends."""
+    """Yield the events of an answer as its pieces come, or ""; a comment in a silence.
+
+    Raises: Refusal when the server ends.
+    """
     open = reply.asked.choices
     try:
         yield reply.begin()
@@ -244,9 +237,7 @@ async def _events(
             if isinstance(piece, Refusal):
                 raise piece
             open -= piece.reason is not None
-            event = reply.piece(piece)
-            if event:
-                yield event
+            yield reply.piece(piece)
         # of a prompt's answers the first one's
         reply.cached = sum(job.cached for job in jobs if job.choice % reply.asked.body.n == 0)
         yield reply.end()
@@ -255,22 +246,15 @@ async def _events(
             job.left = True
 
 
-async def _with_fault(events: AsyncIterator[str], reply: Reply) -> AsyncIterator[str]:
+async def _streamed(events: AsyncIterator[str], reply: Reply) -> AsyncIterator[str]:
     """Yield events, the last one of an error where there is one."""
     try:
         async with aclosing(events):
             async for event in events:
-                yield event
+                if event:
+                    yield event
     except Refusal as error:
         yield reply.fault(error)
-
-
-async def _whole(events: AsyncIterator[str], reply: Reply) -> dict[str, Any]:
-    """Return an answer that is not streamed."""
-    async with aclosing(events):
-        async for _ in events:
-            pass
-    return reply.whole()
 
 
 def load_engine(config: ServeConfig) -> Engine:

@@ -154,11 +154,11 @@ class Batcher(threading.Thread):
         with self.changed:
             if not self.open:
                 raise self._ended()
-            running, waiting = self._counts()
-            if running + waiting + len(jobs) > self.capacity:
-                raise Refusal(
-                    429, f"{waiting} answers wait already, {self.most} may; try again later"
-                )
+            present = [job for job in (*self.jobs, *self.new) if job.place >= 0 or not job.left]
+            waiting = sum(job.place < 0 for job in present)
+            fault = f"{waiting} answers wait already, {self.most} may; try again later"
+            if len(present) + len(jobs) > self.capacity:
+                raise Refusal(429, fault)
             self.new += jobs
             self.changed.notify()
 
@@ -182,12 +182,6 @@ class Batcher(threading.Thread):
                 job.tell(self._ended())
         if not self.failed:
             self.scheduler.close()
-
-    def _counts(self) -> tuple[int, int]:
-        """Count the answers that are decoded, and those that wait and whose clients are there."""
-        running = sum(job.place >= 0 for job in self.jobs)
-        waiting = [job for job in (*self.jobs, *self.new) if job.place < 0 and not job.left]
-        return running, len(waiting)
 
     def _ended(self) -> Refusal:
         if self.failed:

@@ -12,7 +12,7 @@ from files.io import is_gguf, read_json
 from run.options import OF_DRAWS, Sampling
 from server.options import ServeConfig
 
-# of `Sampling`: what llama.cpp's keys call otherwise
+# fields of `Sampling` with another name in the keys of llama.cpp
 GGUF_SAMPLING = {
     "temperature": "temp",
     "repetition_penalty": "penalty_repeat",
@@ -31,9 +31,8 @@ def recommended_sampling(path: Path) -> dict[str, Any]:
     samples = None
     if is_gguf(path):
         metadata = read_header(path).metadata
-        found = {name: metadata.get(f"general.sampling.{name}") for name in Sampling._fields}
-        for name, theirs in GGUF_SAMPLING.items():
-            found[name] = metadata.get(f"general.sampling.{theirs}")
+        keys = {name: GGUF_SAMPLING.get(name, name) for name in Sampling._fields}
+        found = {name: metadata.get(f"general.sampling.{key}") for name, key in keys.items()}
     else:
         file = path / "generation_config.json"
         generation = read_json(file) if file.exists() else {}

@@ -68,13 +68,14 @@ class Answer:
         """
         held = self.held + thought
         begin, is_call = mark_in(held, self.finder.form.tags)
+        begin = len(held[:begin].rstrip())
         inside = self.thinking.inside
         if inside and reason is None:
             self.held = held[begin:]
             return held[:begin], text
         self.held = ""
         if inside and is_call and reason == "stop":
-            return held[:begin].rstrip(), held[begin:]
+            return held[:begin], held[begin:]
         return held, text
 
 

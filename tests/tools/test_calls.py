@@ -22,7 +22,7 @@ from test_tool_calls import ASKED, OPENS, WEATHER, tool  # noqa: E402
 from drafts.grammar import _vocabulary  # noqa: E402
 from files.chat import chat_template  # noqa: E402
 from files.jinja import ChatTemplate  # noqa: E402
-from files.thinking import behind_thinking, without_opening  # noqa: E402
+from files.thinking import TAGS, behind_thinking, without_opening  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from run.options import Sampling  # noqa: E402
 from server.batcher import Delta  # noqa: E402
@@ -380,6 +380,7 @@ class Row(NamedTuple):
     reason: str = "stop"  # by the model itself; "length": cut at max_tokens
     thought: str = ""
     several: bool = True
+    opens: bool = False  # the prompt opens the thinking
 
 
 class Names:
@@ -389,12 +390,15 @@ class Names:
         return text
 
 
-def request(kind: type, form: Form, several: bool) -> RequestParams:
+def request(kind: type, form: Form, row: Row) -> RequestParams:
     body = {"messages": ASKED, "prompt": "a", "input": "a", "stream": True}
     names = {Chat: ["messages"], Responses: ["input"], Completion: ["prompt"]}[kind]
     asked = kind.model_validate({name: body[name] for name in [*names, "stream"]})
-    tools = Tools(TOOLS, SCHEMAS, [], several, form) if kind is not Completion else None
-    return RequestParams(asked, [[1]], Sampling(), 0, 9, [], None, tools, [], None, frozenset(), 0)
+    tools = Tools(TOOLS, SCHEMAS, [], row.several, form) if kind is not Completion else None
+    thinks = TAGS[0] if row.opens else None
+    return RequestParams(
+        asked, [[1]], Sampling(), 0, 9, [], None, tools, [], thinks, frozenset(), 0
+    )
 
 
 def data(events: str) -> list[dict]:
@@ -408,7 +412,7 @@ def named(calls: list[dict]) -> list[tuple[str, dict]]:
 
 def told(kind: type, writer: type, form: Form, row: Row, size: int) -> list[tuple]:
     """What clients get of a text in parts of a size: streamed, and whole."""
-    reply = writer(request(kind, form, row.several), "demo", Names())
+    reply = writer(request(kind, form, row), "demo", Names())
     parts = [row.text[at : at + size] for at in range(0, len(row.text), size)] or [""]
     events = reply.begin()
     for number, part in enumerate(parts, 1):
@@ -569,11 +573,25 @@ SLIPS = [  # rows of `Row`
 ]  # fmt: skip
 
 
+CALL = f"<tool_call>\n{TWO}\n</tool_call>"
+BESIDE_THINKING = [  # a text behind thinking that the prompt has opened
+    Row("qwen2.5", f"Maybe {CALL}? No.\n</think>\n\nI look.\n{CALL}", "I look.", [NOW], thought=f"Maybe {CALL}? No."),
+    # a call that ends open thinking, as Qwen3.5 writes some; one that a limit cuts off stays thinking
+    Row("qwen2.5", f"I look: {CALL}", "", [NOW], thought="I look:"), Row("qwen2.5", f"{CALL}{CALL}", "", [NOW, NOW]),
+    Row("qwen2.5", f"I look: {CALL[:20]}", "", thought=f"I look: {CALL[:20]}", reason="length"),
+    Row("qwen2.5", f"So.</think>{CALL}", "", [NOW], thought="So."), Row("qwen2.5", "So.\n</think>\n\nYes.", "Yes.", thought="So."),
+    Row("xml", "Hm.\n<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW], thought="Hm."),
+]  # fmt: skip
+
+
 def test_what_models_write(tmp_path):
     """Slips of form that have one meaning, and texts that have none."""
     forms = OBJECTS | {name: model(tmp_path, name)[1] for name in TEMPLATES}
     for row in SLIPS:
         check(Row(*row), forms[row[0]])
+    for row in BESIDE_THINKING:
+        check(row._replace(opens=True), forms[row.form])
+        check(row._replace(text=f"<think>{row.text}"), forms[row.form])
 
 
 def test_text_comes_as_soon_as_it_is_no_call():

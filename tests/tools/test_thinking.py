@@ -120,9 +120,6 @@ def test_the_messages_of_harmony(tmp_path):
 
 # ----------------------------------------------------------------------------------- of the server
 
-ROME = '<tool_call>\n{"name": "now", "arguments": {"city": "Rome"}}\n</tool_call>'
-OSLO = ROME.replace("Rome", "Oslo")
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
@@ -173,37 +170,6 @@ def test_thinking_is_a_field_of_its_own(served, opens):
     assert sum(each["tokens"] for each in drafted) == events[-1].usage.completion_tokens
     for delta, each in zip(deltas[1:], drafted):
         assert sum(count for _, count in each["spans"]) == len(delta.content or "")
-
-
-def test_a_draft_of_a_call_stays_in_the_thinking(served):
-    """A client would run it."""
-    text = f"Maybe {ROME}? No.\n</think>\n\nI look.\n{OSLO}"
-    running = served(OPENS, text)
-    answer = ask(running, tools=TOOLS).choices[0]
-    assert answer.finish_reason == "tool_calls" and answer.message.content == "I look."
-    assert answer.message.reasoning_content == f"Maybe {ROME}? No."
-    (call,) = answer.message.tool_calls
-    assert json.loads(call.function.arguments) == {"city": "Oslo"}
-    deltas = [event.choices[0].delta for event in ask(running, tools=TOOLS, stream=True)]
-    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert json.loads(call.function.arguments) == {"city": "Oslo"}
-    thought = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
-    assert thought == answer.message.reasoning_content
-
-
-def test_a_call_that_ends_open_thinking_is_a_call(served):
-    """As Qwen3.5 writes some; whole and streamed. One that a limit cuts off stays thinking."""
-    running = served(OPENS, f"I look: {ROME}")
-    for answer in (ask(running, tools=TOOLS), ask(running, tools=TOOLS, stream=True)):
-        chunks = [answer] if hasattr(answer, "usage") else list(answer)
-        parts = [each.choices[0] for each in chunks]
-        told = [getattr(part, "message", None) or part.delta for part in parts]
-        assert "".join(getattr(each, "reasoning_content", "") for each in told) == "I look:"
-        assert not any(each.content for each in told) and parts[-1].finish_reason == "tool_calls"
-        (call,) = [call for each in told for call in each.tool_calls or ()]
-        assert json.loads(call.function.arguments) == {"city": "Rome"}
-    cut = ask(running, tools=TOOLS, max_tokens=12).choices[0]
-    assert cut.message.tool_calls is None and cut.message.reasoning_content.startswith("I look: <t")
 
 
 @pytest.mark.skipif(chromium() is None, reason="there is no chromium; apt-get install chromium")

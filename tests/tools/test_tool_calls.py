@@ -134,23 +134,3 @@ def test_tools_that_are_not_to_be_called_change_nothing(running):
     for options in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
         found = ask(running, max_tokens=12, **options).choices[0].message
         assert found.content == plain and found.tool_calls is None
-
-
-def test_calls_of_the_models_own(folder, tmp_path):
-    """The model's text is forced from outside, so that it calls; whole and streamed."""
-    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    file = tmp_path / "calls.lark"
-    file.write_text(f"start: {json.dumps(f'I look.{chr(10)}{call}{chr(10)}{call}')}")
-    running = Running("--checkpoint", str(folder), "--chat", "--grammar", str(file))
-    answer = ask(running, tools=TOOLS, max_tokens=200).choices[0]
-    assert answer.finish_reason == "tool_calls" and answer.message.content == "I look."
-    assert [each.function.name for each in answer.message.tool_calls] == ["now", "now"]
-    parts = [part.choices[0] for part in ask(running, tools=TOOLS, max_tokens=200, stream=True)]
-    assert "".join(part.delta.content or "" for part in parts) == "I look."
-    calls = [call for part in parts for call in part.delta.tool_calls or ()]
-    assert [each.index for each in calls] == [0, 1] and parts[-1].finish_reason == "tool_calls"
-    one = ask(running, tools=TOOLS, max_tokens=200, parallel_tool_calls=False).choices[0]
-    assert len(one.message.tool_calls) == 1
-    without = ask(running, tools=TOOLS, tool_choice="none", max_tokens=200).choices[0]
-    assert without.finish_reason == "stop" and without.message.content.count(call) == 2
-    running.close()
