@@ -116,7 +116,7 @@ class Form:
     @cached_property
     def tail(self) -> re.Pattern:
         """The text behind a call that belongs to it."""
-        between = r"[\s,;\]]" if self.kind == "object" else r"\s"
+        between = r"[\s,;\]}]" if self.kind == "object" else r"\s"
         return re.compile(f"(?:{any_of(between, self.ends)})*")
 
     def head(self, names: Iterable[str]) -> re.Pattern:
@@ -139,19 +139,21 @@ class Form:
         """Return the pattern of a key and its value between tags.
 
         An end that no tag follows is of the value. A value without an end goes up to the tag of a
-        key of the tool (`keys`), or to the last end of a call where the text has `ended`.
+        key of the tool (`keys`), or to the last ends of a call where the text has `ended`.
         """
         behind_key, *more = tags_of(self.middle)
         end = self.end.lstrip()
         space = re.escape(self.end.removesuffix(end))  # the template's own around a value
         before = re.escape(self.middle[len(self.middle.rstrip()) :])
         tag = re.escape(self.key)
-        stop = re.escape(self.ends[0])
-        known = "|".join(map(re.escape, keys)) or "(?!)"
-        ends = rf"(?:{space})?{re.escape(end)}\s*(?={tag}|{stop})"
-        ends += rf"|\s(?={tag}(?:{known}){re.escape(behind_key)})"
+        last = any_of("(?!)", self.ends)
+        goes_on = rf"{tag}|{re.escape(self.ends[0])}" + (
+            rf"|{self.tail.pattern}\Z" if ended else ""
+        )
+        ends = rf"(?:{space})?{re.escape(end)}\s*(?={goes_on})"
+        ends += rf"|\s(?={tag}(?:{any_of('(?!)', keys)}){re.escape(behind_key)})"
         if ended:
-            ends += rf"|(?:{space})?(?={stop}{self.tail.pattern}\Z)"
+            ends += rf"|(?:{space})?(?=(?:{last}){self.tail.pattern}\Z)"
         key = rf"\s*{tag}(?P<key>.*?){re.escape(behind_key)}{spaced(more)}"
         return re.compile(rf"{key}(?:{before})?(?P<value>.*?)(?:{ends})", re.DOTALL)
 
@@ -189,7 +191,7 @@ class Form:
         if self.kind == "object":
             # what comes may complete the head
             require(text.startswith("{", at) or FENCE.startswith(text[at:]), "no object")
-            value, at = _json_at(text, at)
+            value, at = self._json(text, at, ended)
             keys = [key for key in (self.key, *KEYS) if key in value]
             require(keys or not value.keys() - OF_A_CALL, "another object with a name")
             return value.get("name"), value[keys[0]] if keys else None, at
@@ -198,15 +200,33 @@ class Form:
             return name, *self._tagged(text, at, tools[name], ended)
         if self.kind == "pairs":
             return name, *_pairs(text, at, BRACKETS[self.middle][1])
-        if ended and at == len(text) and head["last"]:
+        is_call = head["last"] or not self.opening.endswith(RECIPIENT)
+        if ended and is_call and not text[at:].strip():
             return name, None, at  # a call without arguments
         require(text.startswith("{", at) or at == len(text) or at < REACH, "no arguments")
-        return name, *_json_at(text, at)
+        return name, *self._json(text, at, ended)
+
+    def _json(self, text: str, at: int, ended: bool) -> tuple[dict, int]:
+        """Read a JSON object, whose last bracket may be missing where the text has ended.
+
+        In its texts line breaks may be as they are: models that write files write them so.
+        """
+        decoder = json.JSONDecoder(strict=False)
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            if not ended:
+                raise EOFError from None
+            inner = re.split(any_of(r"\Z", self.ends), text[at:])[0]
+            value = decoder.decode(inner.strip() + "}")
+            end = at + len(inner)
+        require(isinstance(value, dict), "no object")
+        return value, end
 
     def _tagged(self, text: str, at: int, schema: dict, ended: bool) -> tuple[dict, int]:
         """Read keys and values between tags, up to the tag that ends them."""
         stop = self.ends[0]
-        if stop not in text:
+        if stop not in text and not ended:
             raise EOFError
         properties = _dict(schema.get("properties"))
         parameter = self.parameter(properties, ended)
@@ -215,7 +235,8 @@ class Form:
             key = found["key"].strip()
             arguments[key] = _typed(found["value"], _types(properties.get(key), schema))
             at = found.end()
-        return arguments, _matched(re.compile(spaced([stop])), text, at).end()
+        end = spaced([stop]) + (rf"|{self.tail.pattern}\Z" if ended else "")
+        return arguments, _matched(re.compile(end), text, at).end()
 
     def rules(self, call: str, name: str, schema: dict) -> list[str]:
         """Return the grammar of a call behind its opening, in Lark.
@@ -286,19 +307,6 @@ def spaced(texts: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------------------- the arguments
-
-
-def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """Read a JSON object at a place, in whose texts line breaks may be as they are.
-
-    Models that write files write them so.
-    """
-    try:
-        value, end = json.JSONDecoder(strict=False).raw_decode(text, at)
-    except (ValueError, RecursionError):
-        raise EOFError from None
-    require(isinstance(value, dict), "no object")
-    return value, end
 
 
 def _pairs(text: str, at: int, end: str) -> tuple[dict, int]:

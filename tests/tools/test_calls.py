@@ -410,10 +410,13 @@ def named(calls: list[dict]) -> list[tuple[str, dict]]:
     return [(call["name"], json.loads(call["arguments"])) for call in calls]
 
 
-def told(kind: type, writer: type, form: Form, row: Row, size: int) -> list[tuple]:
-    """What clients get of a text in parts of a size: streamed, and whole."""
+def in_parts(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size or 1)] or [""]
+
+
+def told(kind: type, writer: type, form: Form, row: Row, parts: list[str]) -> list[tuple]:
+    """What clients get of a text in parts: streamed, and whole."""
     reply = writer(request(kind, form, row), "demo", Names())
-    parts = [row.text[at : at + size] for at in range(0, len(row.text), size)] or [""]
     events = reply.begin()
     for number, part in enumerate(parts, 1):
         events += reply.piece(Delta(0, part, row.reason if number == len(parts) else None, number))
@@ -457,7 +460,7 @@ def of_response(answer, streamed: bool) -> tuple:
 READERS = {Reply: of_completion, ChatReply: of_chat, ResponseReply: of_response}
 
 
-def check(row: Row, form: Form) -> None:
+def check(row: Row, form: Form, tokenizer: Tokenizer | None = None) -> None:
     """Streamed and whole, in parts of any size: a chat's answer and a response are one and the same."""
     content = row.content
     if content is None:
@@ -466,22 +469,28 @@ def check(row: Row, form: Form) -> None:
             content = content.replace(word, "")
     reason = "tool_calls" if row.calls and row.reason == "stop" else row.reason
     want = (row.thought, content, row.calls, reason)
-    for size in (len(row.text) or 1, 1, 3) if len(row.text) < 1000 else (999, 2000):
+    sizes = (len(row.text), 1, 3) if len(row.text) < 1000 else (999, 2000)
+    cuts = [in_parts(row.text, size) for size in sizes]
+    if tokenizer:  # a token a part; control tokens of calls have a text
+        stream = tokenizer.stream(True, frozenset(form.controls.values()))
+        ids = tokenizer.encode(row.text, bos=False, special=True)
+        cuts.append([stream.push([id]) for id in ids] or [""])
+    for parts in cuts:
         for kind, writer in ((Chat, ChatReply), (Responses, ResponseReply)):
-            for found in told(kind, writer, form, row, size):
-                assert found == want, (row, size, writer)
-        for found in told(Completion, Reply, form, row, size):
+            for found in told(kind, writer, form, row, parts):
+                assert found == want, (row, parts, writer)
+        for found in told(Completion, Reply, form, row, parts):
             assert found == (row.text, row.reason)
 
 
 @pytest.mark.parametrize("name", [*OBJECTS, *TEMPLATES])
 def test_a_model_writes_what_its_template_shows(name, tmp_path):
     """Whole, two calls, none of its arguments, cut, unclosed, of no tool, with text before and behind."""
-    if name in OBJECTS:
-        template, tokenizer = real(tmp_path, name)
-        form = form_of(template, tokenizer)
-    else:
-        template, form = model(tmp_path, name)
+    is_real = name in OBJECTS
+    template, tokenizer = (
+        real(tmp_path, name) if is_real else loaded(tmp_path, TEMPLATES[name], CONTROLS, {})
+    )
+    form = form_of(template, tokenizer)
     assert form.several == (name not in ("harmony", "llama3.1"))
     assert form.takes_text == (name == "deepseek") and form.drops == (name == "lfm2")
     assert {*SHOWN.get(name, ())} <= form.controls.keys()
@@ -506,11 +515,11 @@ def test_a_model_writes_what_its_template_shows(name, tmp_path):
     rows.append(Row(name, before + one[: ends[0]], before, [write]))  # unclosed
     rows.append(Row(name, before + one[: ends[0]], before, [write], "length"))
     for row in rows:
-        check(row, form)
+        check(row, form, tokenizer)
 
 
 def calls_of(form: Form, text: str) -> list:
-    return told(Chat, ChatReply, form, Row("", text, reason="length"), len(text) or 1)[1][2]
+    return told(Chat, ChatReply, form, Row("", text, reason="length"), [text])[1][2]
 
 
 NOW = ("now", {})
@@ -526,7 +535,7 @@ SLIPS = [  # rows of `Row`
     ("qwen2.5", f"Let me see.\n<tool_call>{TWO}</tool_call>\n<tool_call>\n{ONE}\n</tool_call> ", "Let me see.", [NOW, FOUND]),
     ("qwen2.5", f"<tool_call>\n{TWO}\n</tool_call>\nThat is all.", "That is all.", [NOW]),
     *[("qwen2.5", text, None, []) for text in (
-        "a < b <tool", " plain \n", "the mark <tool_call> alone, {1}", f"<tool_call>\n{ONE[:-1]}", "<tool_call>" + '{"a":' * 1500,
+        "a < b <tool", " plain \n", "the mark <tool_call> alone, {1}", f"<tool_call>\n{ONE[:-2]}", "<tool_call>" + '{"a":' * 1500,
         '<tool_call>{"name": "other", "arguments": {}}', '<tool_call>{"name": ["now"], "arguments": {}}', '<tool_call>{"name": "now", "arguments": {"a": NaN}}',
         "so:\n```python\nf({'a': 1})\n```\nend", '```json\n{"name": "other", "arguments": {}}\n```')],
     ("qwen2.5", f"```json\n{ONE}\n```", "", [FOUND]), ("qwen2.5", f"I will ask:\n\n```json\n{TWO}\n```\nand wait.", "I will ask:and wait.", [NOW]),
@@ -541,8 +550,16 @@ SLIPS = [  # rows of `Row`
     ("llama3.1", FLAT, "", [LIST]), ("llama3.1", f"\n{FLAT}; {FLAT}", "", [LIST] * 2), ("llama3.1", f"```\n{TWO}\n```\n", "", [NOW]),
     ("llama3.1", f"I will ask:\n```json\n[{FLAT}, {TWO}]\n``", "I will ask:", [LIST, NOW]), ("llama3.1", '{"name": "now"}', "", [NOW]),
     *[("llama3.1", text, None, []) for text in ('{"a": 1} is JSON', f"I call {FLAT}", "  ", "{", "a ``` b `` c", '{"name": "now", "hour": 3}')],
+    # a bracket too few or too many, ends that are missing
+    ("qwen2.5", f"<tool_call>\n{ONE[:-1]}", "", [FOUND]), ("qwen2.5", f"<tool_call>\n{ONE[:-1]}\n</tool_call>\n<tool_call>\n{TWO}}}\n</tool_call>", "", [FOUND, NOW]),
+    ("qwen2.5", f"<tool_call>\n{ONE[:-1]}", None, [], "length"), ("qwen2.5", f"<tool_call>\n{ONE[:-1]}\n<tool_call>\n{TWO}", f"<tool_call>\n{ONE[:-1]}", [NOW]),
+    *[("xml", f"<tool_call>\n<function=write>\n<parameter=path>\na\n{end}", "", [("write", {"path": "a"})]) for end in ("</parameter>", "</parameter>\n</tool_call>", "</tool_call>")],
+    ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n", None, []), ("xml", "<tool_call>\n<function=now>\n</tool_call>", "", [NOW]),
+    ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>", None, [], "length"),
+    ("glm", "<tool_call>now", "", [NOW]), ("minimax", '<minimax:tool_call>\n<invoke name="now">\n</minimax:tool_call>', "", [NOW]),
+    ("mistral", "[TOOL_CALLS]now", "", [NOW]), ("harmony", "so to=now", None, []),
     ("mistral-v0.3", f"[TOOL_CALLS] [{TWO}, {ONE}]", "", [NOW, FOUND]),
-    *[("mistral-v0.3", text, None, []) for text in ("Yes [1]", '```json\n{"name": "now"')],
+    *[("mistral-v0.3", text, None, []) for text in ("Yes [1]", '```json\n{"name": "no')],
     ("xml", "<function=now>\n</function>\n</tool_call> done", "done", [NOW]),
     ("xml", "<tool_call><function=write><parameter=path>a\n\n</parameter></function></tool_call>", "", [PATH]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\n</parameter> is an end\n</parameter>\n</function>", "",

@@ -93,20 +93,6 @@ def test_calls_and_their_results(running):  # noqa: F811
     assert again.usage.input_tokens == other.usage.prompt_tokens
 
 
-def test_tools_that_are_no_functions_are_left_out(running, capsys):  # noqa: F811
-    """As the first request of Codex has them, behind two messages of the system."""
-    said = [{"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}, *ASKED]
-    options = {"instructions": "You are an agent.", "input": said, "max_output_tokens": 4}
-    others = [{"type": "web_search"}, {"type": "namespace", "name": "a", "tools": FLAT}]
-    found = respond(running, tools=[*FLAT, *others], include=["reasoning.encrypted_content"], **options)  # fmt: skip
-    same = respond(running, tools=FLAT, **options)
-    assert found.usage.input_tokens == same.usage.input_tokens
-    assert (
-        capsys.readouterr().err
-        == "note: ignored in requests: namespace (tools), web_search (tools)\n"
-    )
-
-
 def test_a_format(running):  # noqa: F811
     form = {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}
     found = respond(running, text={"format": form}, max_output_tokens=200)
