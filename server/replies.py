@@ -26,7 +26,7 @@ LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 class Answer:
     """One answer: its parts, as they become certain."""
 
-    def __init__(self, asked: RequestParams, choice: int):
+    def __init__(self, asked: RequestParams, choice: int, tokenizer: Tokenizer):
         self.whole = Delta(choice, "")  # the parts so far
         self.untold = Delta(choice, "")  # drafts without a text that is certain
         self.spans = Spans()  # of the text that is not certain yet
@@ -34,6 +34,8 @@ class Answer:
         self.finder = Finder(asked.tools) if asked.tools else None
         self.tells_thinking = asked.chat and asked.body.include_reasoning
         self.held = ""  # thinking that may end with a call
+        # control tokens that have a text: that of thinking and calls, never a client's
+        self.words = [tokenizer.name(id).decode() for id in asked.shown]
 
     def add(self, piece: Delta) -> Delta | None:
         """Add what a step brings. Returns: the part that has become certain; None: nothing has."""
@@ -53,11 +55,14 @@ class Answer:
         read = self.thinking.read
         thought, text = self.thinking.push(piece.text, piece.reason is not None)
         calls: list[dict] = []
+        skipped = self.thinking.read - read - len(text)
         if self.finder:
             thought, text = self._call_in_thinking(piece.reason, thought, text)
             text, calls = self.finder.push(text, piece.reason)
-        else:  # the spans are those of the text alone
-            self.spans.take(self.thinking.read - read - len(text))
+        self.spans.take(skipped)  # the others are those of the text alone
+        for word in self.words:
+            thought = thought.replace(word, "")
+            text = text.replace(word, "")
         thought = thought if self.tells_thinking else ""
         return piece._replace(text=text, thought=thought, calls=calls)
 
@@ -89,7 +94,7 @@ class Reply:
     def __init__(self, asked: RequestParams, model: str, tokenizer: Tokenizer):
         self.asked = asked
         self.tokenizer = tokenizer
-        self.answers = [Answer(asked, number) for number in range(asked.choices)]
+        self.answers = [Answer(asked, number, tokenizer) for number in range(asked.choices)]
         self.cached = 0  # tokens of the prompts that were not read again
         self.base = {
             "id": f"{self.id}-{random.getrandbits(96):024x}",

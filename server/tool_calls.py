@@ -177,7 +177,7 @@ class Finder:
     def _content(self, last: bool, calls: list[dict]) -> str:
         """Return the text before a mark, or before the beginning of one."""
         held = self.held
-        begin, whole = mark_in(held, [*self.form.marks, *self.form.controls])
+        begin, whole = mark_in(held, self.form.marks)
         if whole:
             self.stage = self._call
         elif last:
@@ -196,7 +196,10 @@ class Finder:
         except (EOFError, ValueError, RecursionError) as error:
             if isinstance(error, EOFError) and not last:
                 return ""
-            return self._no_call()
+            self.stage = self._content
+            text = held[: len(held) - len(held.lstrip()) + 1]  # the rest may begin with a mark
+            self.held = held.removeprefix(text)
+            return text
         self.held = held[end:]
         self.stage = self._behind
         if not self.tools.several:
@@ -204,18 +207,6 @@ class Finder:
         calls += found
         self.count += len(found)
         return ""
-
-    def _no_call(self) -> str:
-        """Return the beginning of what is held as text; the rest may begin with a mark.
-
-        Control words have no text.
-        """
-        self.stage = self._content
-        text = self.held.lstrip()
-        space = self.held.removesuffix(text)
-        word = next((word for word in self.form.controls if text.startswith(word)), "")
-        self.held = text[len(word) or 1 :]
-        return space + text[: not word]
 
     def _behind(self, last: bool, calls: list[dict]) -> str:
         """Drop the end of a call, and a separator."""

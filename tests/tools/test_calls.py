@@ -386,6 +386,10 @@ class Row(NamedTuple):
 class Names:
     """A tokenizer, as far as answers without log-probabilities need one."""
 
+    def __init__(self, form: Form):
+        self.names = {id: name.encode() for name, id in form.controls.items()}
+        self.name = self.names.get
+
     def encode(self, text: str, bos: bool) -> str:
         return text
 
@@ -397,7 +401,18 @@ def request(kind: type, form: Form, row: Row) -> RequestParams:
     tools = Tools(TOOLS, SCHEMAS, [], row.several, form) if kind is not Completion else None
     thinks = TAGS[0] if row.opens else None
     return RequestParams(
-        asked, [[1]], Sampling(), 0, 9, [], None, tools, [], thinks, frozenset(), 0
+        asked,
+        [[1]],
+        Sampling(),
+        0,
+        9,
+        [],
+        None,
+        tools,
+        [],
+        thinks,
+        frozenset(form.controls.values()),
+        0,
     )
 
 
@@ -410,13 +425,15 @@ def named(calls: list[dict]) -> list[tuple[str, dict]]:
     return [(call["name"], json.loads(call["arguments"])) for call in calls]
 
 
-def in_parts(text: str, size: int) -> list[str]:
-    return [text[at : at + size] for at in range(0, len(text), size or 1)] or [""]
+def in_parts(text: str, form: Form, size: int) -> list[str]:
+    """Cut a text, but for control words, which a decoder tells whole."""
+    words = "|".join(map(re.escape, form.controls)) or "(?!)"
+    return re.findall(rf"{words}|(?:(?!{words}).){{1,{size or 1}}}", text, re.DOTALL) or [""]
 
 
 def told(kind: type, writer: type, form: Form, row: Row, parts: list[str]) -> list[tuple]:
     """What clients get of a text in parts: streamed, and whole."""
-    reply = writer(request(kind, form, row), "demo", Names())
+    reply = writer(request(kind, form, row), "demo", Names(form))
     events = reply.begin()
     for number, part in enumerate(parts, 1):
         events += reply.piece(Delta(0, part, row.reason if number == len(parts) else None, number))
@@ -470,7 +487,7 @@ def check(row: Row, form: Form, tokenizer: Tokenizer | None = None) -> None:
     reason = "tool_calls" if row.calls and row.reason == "stop" else row.reason
     want = (row.thought, content, row.calls, reason)
     sizes = (len(row.text), 1, 3) if len(row.text) < 1000 else (999, 2000)
-    cuts = [in_parts(row.text, size) for size in sizes]
+    cuts = [in_parts(row.text, form, size) for size in sizes]
     if tokenizer:  # a token a part; control tokens of calls have a text
         stream = tokenizer.stream(True, frozenset(form.controls.values()))
         ids = tokenizer.encode(row.text, bos=False, special=True)
