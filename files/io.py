@@ -209,14 +209,6 @@ def check_directory(path: Path) -> None:
         )
 
 
-def can_name_file(text: str) -> bool:
-    """Return whether a text can be part of a file's name."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
 def check_output(path: Path, flag: str) -> None:
     """Check that a file can be written, before anything is computed for it.
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from files.checkpoint import (
 )
 from files.config import EMBEDDING, LM_HEAD, open_files, read_raw
 from files.gptq_awq import QuantizedFiles, packed
-from files.io import check_apart, check_out, read_json, show_progress
+from files.io import bundled_head, check_apart, check_out, read_json, show_progress
 from files.lock import folder_lock
 from files.machine import cpu_operators_are_loaded, single_torch_thread
 from files.quant_config import BITS, config_of
@@ -39,6 +40,7 @@ from files.tokenizer import has_tokenizer
 from files.writing import write_checkpoint
 from options import cache_folder, log_note, private_folder, require
 from quantize import FORMATS, GROUPS, Quantization, check_finite, fit_group, in_groups
+from runtime import pick_device
 
 VERSION = 3  # of the rounding and of its text, for the cache
 
@@ -118,6 +120,28 @@ def _usable(parts: list[Tensor], names: tuple[str, ...]) -> bool:
             "without calibration"
         )
     return not fault
+
+
+def write_quantized(config: Any) -> None:
+    """Write the directory that a `run.quantize.QuantizeConfig` asks for, and say how to run it.
+
+    Raises: as `quantize_directory`.
+    """
+    quant = Quantization.of(config.quant, config.group_size)
+    path = Path(config.checkpoint)
+    out = Path(config.out)
+    device = pick_device(config.device)
+    moments = moments_of(path) if config.quant == "int4" else ()
+    quantize_directory(path, out, quant, device, config.overwrite, moments)
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    head = bundled_head(path)
+    given = f"--checkpoint {config.out}" + (f" --head {head}" if head.is_dir() else "")
+    if not any(name.startswith("model.") for name in WeightFiles(out).readers):
+        given = f"--checkpoint MODEL --head {config.out}"
+    print(
+        f"wrote {config.out}, {size / 1e9:.3f} GB of weights; run: "
+        f'python generate.py {given} --prompt "Once upon a time"'
+    )
 
 
 def quantize_directory(

@@ -20,7 +20,6 @@ ADDS = {
         "chat": "run.repl:chat",
         "keys": "run.keyboard:Keyboard",
         "printer": "run.terminal:printer",
-        "round": "run.quantized:write_quantized",
     },
     "ranks": {
         **{name: f"run.ranks:{name}" for name in OF_RANKS},

@@ -31,7 +31,6 @@ from draft_tree import (
 )
 from files.io import DEFAULT as DEFAULT
 from files.io import (
-    can_name_file,
     check_directory,
     check_outputs,
     is_gguf,
@@ -372,7 +371,6 @@ class GenerateConfig(Options):
     def check(self) -> None:
         """Check every option. Raises: ValueError for a value or combination that cannot work."""
         check_values(self)
-        self._check_names()
         self._check_texts()
         check_needs(self)
         self._check_files()
@@ -403,13 +401,6 @@ class GenerateConfig(Options):
         others = [name for name in SAMPLING[4:] if getattr(self, name) != getattr(usual, name)]
         fault = f"{', '.join(others)} cannot go with --accept residual; drop that"
         require(not others, fault)
-
-    def _check_names(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, str) and f.name not in ("prompt", "system"):
-                fault = f"{flag_of(f)} has a character that no name can have: {value!a}; drop it"
-                require(can_name_file(value), fault)
 
     def _check_files(self) -> None:
         """Check files and folders before anything is computed, so that no result is lost."""

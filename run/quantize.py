@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     config = read_command(argv)
     # asked for here, as torch takes seconds, and --help and mistakes are answered before
-    write_quantized = load_part("command", "round")
+    rounding = load_part("reader", "rounding")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with one_line_errors("quantize.py"):
-        write_quantized(config)
+        rounding.write_quantized(config)

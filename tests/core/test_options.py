@@ -139,7 +139,7 @@ MISTAKES = [
     (f"{OF_IDS} --json .", "is a directory"),
     (f"{OF_IDS} --json a.txt --trace ./a.txt", "--json and --trace both write a.txt; name another file for one"),
     (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
-    (f"{OF_IDS} --trace a\0", "--trace has a character that no name can have"),
+    (f"{OF_IDS} --trace a\0", "embedded null byte"),
     # prompts
     (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --prompt_ids were given"),
     ("--prompt ''", "--prompt is empty"),
