@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draft_tree import DynamicTree, StaticTree
 from eagle_draft import EagleDrafter, load_head
 from model import Transformer
 from options import load_part
@@ -66,21 +65,10 @@ def draft_lm_head(
     return linear_of(weight, fp32_out=True, backend=own.backend)
 
 
-def load_drafter(
-    target: Transformer,
-    path: str | Path,
-    tree: DynamicTree | StaticTree,
-    form: str = "none",
-    group_size: int = 0,
-    **options: Any,
-) -> EagleDrafter:
-    """Load a head and its drafter. Raises: ValueError for a head or a tree that does not fit.
-
-    form, group_size: the number format, and the inputs that share a scale
-    options: as for `TreeDrafter`
-    """
-    quant = Quantization.of(form, group_size)
-    head = load_head(Path(path), target, quant, form=form)
+def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
+    """Load `--draft eagle`. config: the options. Raises: ValueError for what does not fit."""
+    quant = Quantization.of(config.quant_draft, config.group_size)
+    head = load_head(Path(config.head), target, quant, form=config.quant_draft)
     if head.lm_head:  # it has no rows for other tokens
         lm_head = draft_lm_head(head, head.quant)
     else:
@@ -88,12 +76,5 @@ def load_drafter(
     kind = EagleDrafter
     if head.config.eagle3 and head.config.eagle3.mask_token is not None:
         kind = load_part("extension", "parallel eagle")
-    return kind(head, target, tree, lm_head, **options)
-
-
-def load_method(target: Transformer, config: Any, tokenizer: Any) -> DraftMethod:
-    """Load `--draft eagle`, as `load_drafter`. config: the options. Raises: ValueError."""
-    form = (config.quant_draft, config.group_size)
-    options = {"children": config.child_rule}
-    drafter = load_drafter(target, config.head, config.draft_tree, *form, **options)
+    drafter = kind(head, target, config.draft_tree, lm_head, children=config.child_rule)
     return method_of(drafter)

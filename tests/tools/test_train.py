@@ -41,7 +41,7 @@ from helpers import (
 from kv_cache import KVCache, causal_window
 from models.steps import HeadNorm
 from reference import TORCH, use_backend
-from run.heads import load_drafter, rows_of
+from run.heads import load_method, rows_of
 from run.options import DEMO, GenerateConfig
 from scripts.train import data, train_block, train_eagle, training
 from scripts.train.acceptance import ALPHAS, chains, evaluate
@@ -375,7 +375,7 @@ def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
     options = GenerateConfig(
         checkpoint=config.checkpoint, head=str(tmp_path), draft="eagle", quant_draft="none"
     )
-    drafter = load_drafter(target(), options.head, options.draft_tree, options.quant_draft)
+    (drafter,) = load_method(target(), options, None).presets
     kept = drafter.vocab.ids
     assert torch.equal(kept, head.vocab.ids) and len(kept) == 100
     assert torch.equal(drafter.lm_head.weight, target().lm_head.weight[kept])
