@@ -18,7 +18,6 @@ the answer stays. At the prompt a second Ctrl-C, or the end of input, ends the c
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
@@ -49,8 +48,8 @@ COMMANDS = {
     "help": "list the commands",
     "clear": "begin a new conversation",
     "retry": "answer the last turn again; above temperature 0 another answer",
-    "set": "/set NAME VALUE, as /set temperature 0.7 or /temperature 0.7, changes how the model "
-    "answers; the VALUE default undoes that; /set lists the names",
+    "set": "/set NAME VALUE, as /set temperature 0.7, changes how the model answers; the VALUE "
+    "default undoes that; /set lists the names",
     "system": "/system TEXT sets the system message; without a text the template has its own",
     "drafts": "colour the tokens that were drafted and accepted, or no longer",
     "save": "/save FILE writes the conversation",
@@ -60,7 +59,7 @@ COMMANDS = {
 OTHER_NAMES = {"exit": "bye", "quit": "bye"}
 WITH_FILE = ("save", "load")
 WITH_TEXT = ("set", "system", *WITH_FILE)  # the others are turns where a text is behind them
-# the options that /set takes, each also a command
+# the options that /set takes
 OPTIONS: dict[str, Field] = {
     f.name: f for f in fields(GenerateConfig) if f.name in OF_A_CALL - {"num_samples"}
 }
@@ -218,12 +217,9 @@ class Chat:
         """Run a command. text: behind its name. Raises: ValueError for one that cannot be."""
         if not name:
             raise ValueError("/ begins a command; /help lists the commands")
-        if ALIASES.get(name, name) in OPTIONS:
-            name, text = "set", f"{name} {text}"
         if name not in COMMANDS:
-            close = difflib.get_close_matches(name, (*COMMANDS, *OPTIONS), 1)
-            hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
-            raise ValueError(f"there is no /{name}; {hint}")
+            hint = did_you_mean(name, COMMANDS) or "; /help lists the commands"
+            raise ValueError(f"there is no /{name}{hint}")
         if name in WITH_FILE and not text:
             raise ValueError(f"name a file: /{name} FILE")
         getattr(self, f"_{name}")(text)
@@ -265,10 +261,7 @@ class Chat:
             self.engine = replace(self.engine, config=config)
         elif value:
             given = read_settings(GenerateConfig, [f"{name}={value}"])
-            try:
-                self.engine = for_one_answer(self.engine, given)
-            except ValueError as error:
-                raise ValueError(str(error).replace("--", "/")) from None
+            self.engine = for_one_answer(self.engine, given)
             config = self.engine.config
         say(f"[{name} is {_shown(getattr(config, name))}]")
 

@@ -363,12 +363,13 @@ def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatc
 
 
 def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
-    """Each option of a call is a command, too. The text is that of a call with these options."""
+    """The text is that of a call with these options."""
     file = tmp_path / "c.json"
     lines = [
-        "/temperature 0.8", "/set seed=7", "def a():", "/set top_k = 1", "/top_p 3", "/set top_l 1", "/tempratur 1",
-        "/repeat_penalty 1.5", "/repetition_penalty default",
-        "/set num_samples 3", "/stop def", "/set stop default", "/temperature default", "/seed default", "/top_k", "/set min_p x", "/set",
+        "/set temperature 0.8", "/set seed=7", "def a():", "/set top_k = 1", "/set top_p 3", "/set top_l 1", "/sett seed 1",
+        "/set repeat_penalty 1.5", "/set repetition_penalty default",
+        "/set num_samples 3", "/set stop def", "/set stop default", "/set temperature default", "/set seed default",
+        "/set top_k", "/set min_p x", "/set",
         "x = 1", "/help me", f"/save {file}",
     ]  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
@@ -377,13 +378,13 @@ def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
     assert re.search(r"\[max_new_tokens 12, .*; unchanged: .*dry_base", err, re.DOTALL)
     assert re.fullmatch(r"\[seed is \d+\]", said.pop(14))
     assert said[2:] == [
-        "[temperature is 0.8]", "[seed is 7]", "[top_k is 1]", "[/top_p must be in (0, 1]; it is 3.0]",
+        "[temperature is 0.8]", "[seed is 7]", "[top_k is 1]", "[--top_p must be in (0, 1]; it is 3.0]",
         "[there is no option top_l in a chat; did you mean top_p?; /set lists them]",
-        "[there is no /tempratur; did you mean /temperature?]",
+        "[there is no /sett; did you mean set?]",
         "[repetition_penalty is 1.5]", "[repetition_penalty is 1.0]",
         "[there is no option num_samples in a chat; /set lists them]", "[stop is 'def']", "[stop is none]",
         "[temperature is 0.0]", "[top_k is 1]",
-        "[/min_p must be a number; it is 'x']", f"[3 turn(s) in {file}]",
+        "[--min_p must be a number; it is 'x']", f"[3 turn(s) in {file}]",
     ]  # fmt: skip
     turns = json.loads(file.read_text())["messages"][::2]
     answers = [message["content"] for message in json.loads(file.read_text())["messages"][1::2]]
