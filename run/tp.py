@@ -107,24 +107,22 @@ def share_of(files: TensorSource, config: ModelConfig, here: Rank) -> TensorSour
     def cut_of(name: str) -> Cut | None:
         return cuts.get(name.split(".")[-2]) if "." in name else None
 
-    def read_part(name: str, read: Callable[[], Tensor]) -> Tensor:
-        part = cut_of(name).of(name, read())
+    def read_part(name: str, read: Callable[[], Tensor | Codes]) -> Tensor | Codes:
+        whole = read()
+        cut = cut_of(name)
+        if cut is None:
+            return whole
+        if isinstance(whole, Codes):
+            codes, *scales = whole
+            parts = [None if each is None else cut.of(f"{name}_scale", each) for each in scales]
+            return Codes(cut.of(name, codes), *parts)
+        part = cut.of(name, whole)
         return part.clone() if files.makes_tensors else part  # the complete tensor is freed
 
-    def read_codes(name: str, read: Callable[[], Codes]) -> Codes:
-        cut = cut_of(name)
-        codes, *scales = read()
-        parts = [None if each is None else cut.of(f"{name}_scale", each) for each in scales]
-        return Codes(cut.of(name, codes), *parts)
-
     share = copy(files)
-    share.readers = {
-        name: partial(read_part, name, read) if cut_of(name) else read
-        for name, read in files.readers.items()
-    }
+    share.readers = {name: partial(read_part, name, read) for name, read in files.readers.items()}
     share.quantized = {
-        name: partial(read_codes, name, read) if cut_of(name) else read
-        for name, read in files.quantized.items()
+        name: partial(read_part, name, read) for name, read in files.quantized.items()
     }
     return share
 
