@@ -24,7 +24,8 @@ from draft_tree import DynamicTree, Frontier, StaticTree
 from drafters import DraftInputs, TreeDrafter
 from kv_cache import Window
 from options import require
-from run.options import DEPTH, MEDUSA_PATHS, GenerateConfig
+from run.options import DEPTH, GenerateConfig
+from run.tree_paths import MEDUSA_PATHS
 
 
 class LevelDrafter(TreeDrafter):

@@ -21,6 +21,10 @@ ADDS = {
         "keys": "run.keyboard:Keyboard",
         "printer": "run.terminal:printer",
     },
+    "trees": {
+        "of a file": "run.tree_paths:read_tree",
+        "of Medusa": "run.tree_paths:MEDUSA_PATHS",
+    },
     "ranks": {
         **{name: f"run.ranks:{name}" for name in OF_RANKS},
         **{name: f"run.tp:{name}" for name in OF_SHARES},

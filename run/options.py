@@ -39,11 +39,10 @@ from files.io import (
 from options import DEMO as DEMO
 from options import FORMAT_NAMES as FORMAT_NAMES
 from options import ROOT as ROOT
-from options import Options, part_or, require
+from options import Options, load_part, part_or, require
 from options import option as option
 from run.methods import has_drafts, known_drafters, spec_of
 from run.parsing import check_values, flag_of, processors
-from run.tree_paths import MEDUSA_PATHS, read_tree
 
 DEPTH = 6  # levels of a tree by default
 GROUP_SIZES = (32, 64, 128)  # of int4: inputs that share a scale
@@ -331,8 +330,10 @@ class GenerateConfig(Options):
         if self.tree_shape == "chain":
             return StaticTree.chain(self.tree_depth or DEPTH).paths
         if self.tree_file:
-            return read_tree(Path(self.tree_file))
-        return MEDUSA_PATHS if self.draft in ("medusa", "hydra") else EAGLE1_PATHS
+            return load_part("trees", "of a file")(Path(self.tree_file))
+        if self.draft in ("medusa", "hydra"):
+            return load_part("trees", "of Medusa")
+        return EAGLE1_PATHS
 
     @property
     def draft_tree(self) -> DynamicTree | StaticTree:

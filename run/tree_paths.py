@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from draft_tree import MAX_NODES
+from files.io import parse_json, read_named
 
 # Medusa's and Hydra's tree for 7B models, of the same name: 63 drafted nodes, as many as fit.
 # Source: the official code of arXiv 2401.10774 and 2402.05109.
@@ -19,14 +19,7 @@ MEDUSA_PATHS = tuple(tuple(map(int, path)) for path in MEDUSA_MC_SIM_7B.split())
 
 def read_tree(file: Path) -> tuple[tuple[int, ...], ...]:
     """Read a JSON list of rank paths. Raises: ValueError with the fault of the list."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--tree: cannot read {file}: {error.strerror}; name a file") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--tree: {file} is not UTF-8 text; name another file") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--tree: {file} is not valid JSON: {error}; correct it") from None
+    raw = parse_json(read_named(file, "--tree"), f"--tree: {file}")
     if not isinstance(raw, list) or not raw or not all(map(_is_path, raw)):
         raise ValueError(
             f"--tree: {file} must be a list of rank paths; write it as [[0], [1], [0, 0]]"
