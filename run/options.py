@@ -113,11 +113,6 @@ class GenerateConfig(Options):
         "random weights in this shape, as llama2-7b or a config.json, and a head of it: for rates "
         "alone, as the text means nothing; by default the tokenizer is that of checkpoints/demo",
     )
-    plain: bool = option(
-        False,
-        "run PyTorch in place of our operators and captured graphs, from now on in this process: "
-        "slow, and what one edits in model.py and backends/ is what runs",
-    )
     draft: str = option(
         "",
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
