@@ -32,7 +32,7 @@ from draft_tree import Accepted, DecodedTokens, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
 from kv_cache import KVCache, Window, causal_window
 from model import Transformer, run_eagerly
-from options import Sampling
+from options import Options, Sampling
 from reference import choose, use_backend
 from runtime import (
     HostCopy,
@@ -70,13 +70,7 @@ class Engine:
     presets: tuple[Drafter, ...]  # which share a state, smallest tree first
     context: int  # KV capacity in tokens
     eos_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # go on after these
-    batch_size: int = 1  # B
-    max_new_tokens: int = 128
-    sampling: Sampling = Sampling()
-    seed: int = 0
-    # True: torch.compile and captured graphs, on a CPU whole passes in C++; None: only captured
-    compile: bool | None = None
+    config: Options = Options()
     # of `build_cycles`:
     ends: Tensor | None = None  # [E] int64, tokens that end a sequence, and -1: it is never empty
     captured: bool = False  # cycles run over fixed buffers; on CUDA as graphs
@@ -84,6 +78,11 @@ class Engine:
     # by mode, then by preset: (cache, state) -> (state, update, report)
     cycles: tuple[tuple[Cycle, ...], ...] = ()
     free: list[Buffers] = field(default_factory=list)  # of loops that were closed
+
+    @property
+    def compile(self) -> bool | None:
+        """True: torch.compile and captured graphs, on a CPU whole passes in C++; None: captured."""
+        return False if self.config.plain else self.config.compile
 
     @property
     def drafter(self) -> Drafter:
@@ -151,7 +150,7 @@ def build_cycles(engine: Engine) -> Engine:
     engine.target.fuse(fuses)
     engine.drafter.fuse(fuses)
     captured = engine.on_cuda and engine.compile is not False
-    eos_ids = () if engine.ignore_eos else engine.eos_ids
+    eos_ids = () if engine.config.ignore_eos else engine.eos_ids
     ends = torch.tensor([-1, *eos_ids], device=engine.device)
     engine = replace(engine, ends=ends, captured=captured, free=[])
     cycles = tuple(
@@ -374,14 +373,14 @@ class Buffers:
     """KV cache, state and captured steps of B sequences, at addresses that stay."""
 
     def __init__(self, engine: Engine):
-        batch = engine.batch_size
+        batch = engine.config.batch_size
         weight = engine.target.norm.weight
         config = engine.target.config
         room = (batch, engine.slots, engine.kv_dtype, str(weight.device))
         self.cache = KVCache.empty(config, *room, engine.nodes)
         pos = torch.zeros(batch, dtype=torch.long, device=weight.device)
         tokens = pos.new_zeros(batch, engine.context + 1)
-        params = engine.sampling_tensors([engine.sampling] * batch, 0)
+        params = engine.sampling_tensors([engine.config.sampling] * batch, 0)
         drafter_state = engine.drafter.init(batch, engine.slots)
         numbers = (pos, pos.clone(), pos == 0, pos.clone())
         self.state = DecodeState(tokens, *numbers, params, drafter_state)
@@ -415,9 +414,9 @@ class Loop:
         self.engine = engine
         self.buffers = engine.free.pop() if engine.free else Buffers(engine)
         self.host_lag = int(engine.on_cuda)  # cycles that may stay unread while the host goes on
-        batch = engine.batch_size
-        params = [engine.sampling] * batch
-        self.buffers.reset(engine, engine.sampling_tensors(params, engine.seed))
+        batch = engine.config.batch_size
+        params = [engine.config.sampling] * batch
+        self.buffers.reset(engine, engine.sampling_tensors(params, engine.config.seed))
         # every token of a sequence, prompt and roots included; during prefill, the cached part
         self.history: list[list[int]] = [[] for _ in range(batch)]
         self.prefilling: dict[int, list[int]] = {}  # prompts that are not fully cached, by sequence
@@ -459,7 +458,7 @@ class Loop:
         self.prefilling[seq] = prompt
         state.tokens[seq, :length] = torch.tensor(prompt, device=state.pos.device)
         state.pos[seq] = length  # cycles that run meanwhile write their scratch behind the prompt
-        limit = length + (max_new_tokens or self.engine.max_new_tokens)
+        limit = length + (max_new_tokens or self.engine.config.max_new_tokens)
         state.limit[seq] = min(limit, self.engine.context) - 1
         own = sequence_of(state.drafter_state, seq)
         copy_into(own, self.engine.drafter.rewind(own, torch.full_like(state.pos[:1], begin)))
@@ -586,7 +585,7 @@ class Loop:
 
     def mode_of(self, seqs: Sequence[int]) -> int:
         """Return the mode that some sequences need."""
-        return SamplingMode.needed_by(self.engine.sampling)
+        return SamplingMode.needed_by(self.engine.config.sampling)
 
     def part(self) -> tuple[int, KVCache, DecodeState]:
         """Return the first sequence that the next cycle runs, and the cache and state of all."""

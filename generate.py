@@ -34,7 +34,7 @@ from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree, parse_tree
 from drafters import Drafter, RootOnly
 from eagle_draft import EagleDrafter, load_head
 from model import DTYPES, RotaryEmbeddings, Transformer, read_config, weight_names
-from options import Sampling, parse_prompt_ids, part_or, require
+from options import parse_prompt_ids, part_or, require
 from quantize import Quantization, Storage, WeightFiles, load_weights
 from runtime import pick_device
 
@@ -130,17 +130,8 @@ def load_engine(options: Options) -> Engine:
         tree = tree_of(options, device.type == "cuda")
         quant = Quantization.of(options.quant, 0)
         drafter = EagleDrafter(load_head(Path(head), target, quant), target, tree)
-    engine = Engine(
-        target,
-        (drafter,),
-        context=target.config.max_context,
-        eos_ids=target.config.eos_ids,
-        ignore_eos=options.ignore_eos,
-        max_new_tokens=options.max_new_tokens,
-        sampling=Sampling(options.temperature, options.top_k, options.top_p),
-        seed=options.seed,
-        compile=False if options.plain else options.compile,
-    )
+    own = target.config
+    engine = Engine(target, (drafter,), own.max_context, own.eos_ids, config=options)
     return build_cycles(engine)
 
 

@@ -199,6 +199,13 @@ class Options:
     )
     json: str = option("", "write results to this file; - is standard output")
 
+    batch_size = 1  # sequences that are decoded together: run/ has an option
+
+    @property
+    def sampling(self) -> Sampling:
+        """The parameters of the target's distribution."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports an error on one line, which a missing folder may explain."""

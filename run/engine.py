@@ -1,6 +1,5 @@
 """The engine of the whole program: `decode.Engine` with the options that it was loaded by.
 
-The fields that decoding reads follow from the options: `replace(engine, config=...)` changes both.
 Not here: loading one (run/load.py).
 """
 
@@ -40,19 +39,10 @@ class Engine(decode.Engine):
     template: Any = None  # files.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
-    # these follow from `config` and `resolved`
-    ignore_eos: bool = field(init=False)
-    batch_size: int = field(init=False)
-    max_new_tokens: int = field(init=False)
-    sampling: Sampling = field(init=False)
-    seed: int = field(init=False)
-    compile: bool | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        own = ("ignore_eos", "batch_size", "max_new_tokens", "sampling", "seed")
-        values = {name: getattr(self.config, name) for name in own}
-        for name, value in (values | {"compile": self.option("compile")}).items():
-            object.__setattr__(self, name, value)  # of a frozen dataclass
+    @property
+    def compile(self) -> bool | None:
+        return self.option("compile")
 
     @property
     def modes(self) -> tuple[int, ...]:

@@ -97,8 +97,8 @@ class Session(Loop):
         self.most_lag = self.host_lag if host_lag is None else host_lag
         # views of some sequences: the state that they belong to, of the cache, of the state
         self.parts: dict[range, tuple[DecodeState, KVCache, DecodeState]] = {}
-        batch = engine.batch_size
-        self.sampling = [engine.sampling] * batch
+        batch = engine.config.batch_size
+        self.sampling = [engine.config.sampling] * batch
         assert len(noise_ids) <= batch, (noise_ids, batch)
         key = self.state.sampling
         for seq, (prompt, sample) in enumerate(noise_ids):

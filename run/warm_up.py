@@ -62,7 +62,7 @@ def _prefill_each_width(engine: Engine) -> None:
     for width in PREFILL_WIDTHS:
         prompt = [0] * min(width, engine.context - 1)
         with closing(Session(engine)) as session:
-            for _ in session.decode_turn([prompt] * engine.batch_size):
+            for _ in session.decode_turn([prompt] * engine.config.batch_size):
                 pass
 
 
