@@ -45,9 +45,14 @@ USERS = ("human", "user")
 MODELS = ("gpt", "assistant", "model", "chatgpt", "bing", "bard")
 
 
+def hashed(text: str) -> int:
+    """Return 32 bits that depend on the text alone."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+
+
 def held_out(name: str) -> bool:
     """Return whether a document is held out, by the hash of its name alone."""
-    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) < HELD_OUT * 2**32
+    return hashed(name) < HELD_OUT * 2**32
 
 
 class Dialogue(NamedTuple):
@@ -180,8 +185,7 @@ def read_data(config: TrainOptions) -> tuple[list[Dialogue], list[Dialogue]]:
     kept = [d for d in dialogues if not held_out(d.name)]
     by_name = {d.name: d for d in dialogues if held_out(d.name)}  # a prompt may have two answers
     # in an order without regard to the file's, whose parts may be of one kind
-    order = sorted(by_name, key=lambda name: hashlib.sha256(name.encode()).digest())
-    held = [by_name[name] for name in order[: config.eval_prompts]]
+    held = [by_name[name] for name in sorted(by_name, key=hashed)[: config.eval_prompts]]
     if kept and not held:  # of a few dialogues, the hash may choose none
         held = [kept.pop()]
     require(kept, "--data: one dialogue is held out to evaluate with, and none is left; give more")

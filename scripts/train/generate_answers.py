@@ -15,7 +15,6 @@ Not here: the command (scripts/train_head.py).
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -32,6 +31,7 @@ from run.options import ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
 from scripts.bench.common import Log, repeated
 from scripts.train import prompts
+from scripts.train.data import hashed
 from scripts.train.prompts import GIVEN, OWN, SHARES, Filter
 from scripts.train.train_options import HeadConfig
 
@@ -73,11 +73,6 @@ def shares(given: float) -> dict[str, float]:
     others = sum(SHARES.values()) - SHARES[GIVEN]
     rest = {source: (1 - given) * share / others for source, share in SHARES.items()}
     return rest | {GIVEN: given}
-
-
-def hashed(text: str) -> int:
-    """Return 32 bits that depend on the text alone."""
-    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
 
 
 @dataclass(eq=False)
