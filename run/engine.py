@@ -41,6 +41,11 @@ class Engine(decode.Engine):
     compile_s: float = 0.0
 
     @property
+    def batch_size(self) -> int:
+        """B, the sequences that are decoded together."""
+        return self.config.batch_size
+
+    @property
     def compile(self) -> bool | None:
         return self.option("compile")
 
