@@ -33,7 +33,6 @@ from helpers import decode as decoded
 from reference import TORCH, choose
 from run import generate
 from run.load import load
-from run.options import GenerateConfig
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 SOURCES = "\n".join(file.read_text(encoding="utf-8") for file in HERE.glob("*.cpp"))
@@ -207,11 +206,3 @@ def test_on_a_cpu_whole_passes_run_in_cpp_by_default(short_demo, options, fused)
     engine = load(checkpoint=str(short_demo), device="cpu", context=128, **options)
     assert engine.option("compile") is fused
     assert (engine.target.program is not None) is fused
-
-
-def test_plain_and_compile_are_opposites(capsys):
-    with pytest.raises(SystemExit):
-        generate.main(["--plain", "--compile", "--prompt", "x"])
-    told = "--plain is the opposite of --compile; drop one of them"
-    assert told in capsys.readouterr().err
-    GenerateConfig(plain=True, compile=False).check()
