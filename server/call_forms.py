@@ -207,7 +207,8 @@ class Form:
         return name, *self._json(text, at, ended)
 
     def _json(self, text: str, at: int, ended: bool) -> tuple[dict, int]:
-        """Read a JSON object, whose last bracket may be missing where the text has ended.
+        """Read a JSON object. Where the text has ended, its last bracket may be missing, or it may
+        be as Python writes it.
 
         In its texts line breaks may be as they are: models that write files write them so.
         """
@@ -218,7 +219,9 @@ class Form:
             if not ended:
                 raise EOFError from None
             inner = re.split(any_of(r"\Z", self.ends), text[at:])[0]
-            value = decoder.decode(inner.strip() + "}")
+            value = _parsed(inner)
+            if isinstance(value, str):
+                value = decoder.decode(inner.strip() + "}")
             end = at + len(inner)
         require(isinstance(value, dict), "no object")
         return value, end

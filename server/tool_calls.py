@@ -221,7 +221,10 @@ class Finder:
 
     def _checked(self, name: Any, arguments: Any) -> dict:
         """Return a call, as clients read it. Raises: ValueError for one of no given tool."""
-        require(name in list(self.tools.schemas), "no tool that is given")
+        known = list(self.tools.schemas)
+        if name not in known:  # a model may write a namespace before it
+            name = str(name).removeprefix("functions.").strip()
+        require(name in known, "no tool that is given")
         try:
             text = json.dumps(arguments_of(arguments), ensure_ascii=False, allow_nan=False)
         except TypeError:  # of Python's literals, as a set

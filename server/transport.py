@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -70,6 +70,8 @@ class Guard:
         refusal = self.refusal(scope) if scope["type"] == "http" else None
         if refusal:
             app = JSONResponse(refusal.body, refusal.status)
+            with suppress(asyncio.TimeoutError, ClientDisconnect):
+                await asyncio.wait_for(_at_most(Request(scope, receive), 0), READ_S)
         await app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> Refusal | None:
@@ -91,6 +93,7 @@ class Listener(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, batcher: Batcher):
         options = {"http": "h11", "log_level": "warning", "timeout_graceful_shutdown": 5}
+        options["timeout_keep_alive"] = 75  # longer than the 60 s for which proxies keep theirs
         super().__init__(uvicorn.Config(app, **options))
         self.batcher = batcher
 
@@ -113,10 +116,13 @@ class Listener(uvicorn.Server):
 async def json_body(request: Request, most: int) -> Any:
     """Read the body of a request. most: bytes. Raises: Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page of another site may send other types unasked
-        raise Refusal(415, "the body must be application/json, and its header Content-Type say so")
     try:
         data = await asyncio.wait_for(_at_most(request, most), READ_S)
+        if len(data) > most:
+            raise Refusal(413, f"the body has more than {most} bytes")
+        if kind != "application/json":  # a page of another site may send other types unasked
+            fault = "the body must be application/json, and its header Content-Type say so"
+            raise Refusal(415, fault)
         body = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number)
         json.dumps(body, ensure_ascii=False).encode("utf-8")
     except asyncio.TimeoutError:
@@ -130,12 +136,13 @@ async def json_body(request: Request, most: int) -> Any:
 
 
 async def _at_most(request: Request, most: int) -> bytes:
-    """Read a body to its end, as clients read no answer before they have sent all."""
+    """Read a body to its end, as clients read no answer before they have sent all.
+
+    Returns: its first bytes, one more than `most` where it has more
+    """
     data = bytearray()
     async for part in request.stream():
         data += part[: most + 1 - len(data)]
-    if len(data) > most:
-        raise Refusal(413, f"the body has more than {most} bytes")
     return bytes(data)
 
 

@@ -570,6 +570,7 @@ SLIPS = [  # rows of `Row`
     # a bracket too few or too many, ends that are missing
     ("qwen2.5", f"<tool_call>\n{ONE[:-1]}", "", [FOUND]), ("qwen2.5", f"<tool_call>\n{ONE[:-1]}\n</tool_call>\n<tool_call>\n{TWO}}}\n</tool_call>", "", [FOUND, NOW]),
     ("qwen2.5", f"<tool_call>\n{ONE[:-1]}", None, [], "length"), ("qwen2.5", f"<tool_call>\n{ONE[:-1]}\n<tool_call>\n{TWO}", f"<tool_call>\n{ONE[:-1]}", [NOW]),
+    ("qwen2.5", "<tool_call>\n{'name': 'now', 'arguments': {'a': [1],}}\n</tool_call>", "", [LIST]), ("qwen2.5", f"<tool_call>{TWO.replace('now', 'functions.now')}", "", [NOW]),
     *[("xml", f"<tool_call>\n<function=write>\n<parameter=path>\na\n{end}", "", [("write", {"path": "a"})]) for end in ("</parameter>", "</parameter>\n</tool_call>", "</tool_call>")],
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n", None, []), ("xml", "<tool_call>\n<function=now>\n</tool_call>", "", [NOW]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>", None, [], "length"),

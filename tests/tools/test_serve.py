@@ -513,6 +513,21 @@ def test_who_does_not_go_on_is_dropped(running, monkeypatch):
     assert running.complete(max_tokens=1).usage.completion_tokens == 1
 
 
+@pytest.mark.parametrize("headers, status", [
+    ({"Content-Type": "application/json"}, 413), ({"Content-Type": "text/plain"}, 413), ({"Host": "example.org"}, 400),
+])  # fmt: skip
+def test_a_long_body_is_read_before_it_is_refused(running, headers, status):
+    """Each time, and the connection stays usable."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", b" " * 9_000_000, headers)
+        answer = connection.getresponse()
+        assert answer.status == status and json.loads(answer.read())["error"]
+        connection.request("GET", "/health")
+        assert json.loads(connection.getresponse().read()) == {"status": "ok"}
+    connection.close()
+
+
 KEY = {"Authorization": "Bearer secret"}
 FOREIGN = {"Host": "llm.example.org"}
 
