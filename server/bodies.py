@@ -62,18 +62,19 @@ def need(holds: bool, message: str, param: str | None = None) -> None:
 
 
 @contextmanager
-def refusing(param: str | None = None) -> Iterator[None]:
+def refusing(*params: str) -> Iterator[None]:
     """Refuse a request for a ValueError of the block, without names of this machine's files.
 
-    param: that is wrong; None: the first word of the message, as the rules of options begin
+    params: of which one is wrong, that which the message names, or the first
     """
     try:
         yield
     except ValueError as error:
         message = error.plain if isinstance(error, LocalError) else str(error)
-        message = message.removeprefix("--")[: 5 * SHOWN]
         code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
-        raise Refusal(400, message, param or message.partition(" ")[0], code) from None
+        param = next((name for name in params if name in message), params[0])
+        # messages end with the value, which may have any length
+        raise Refusal(400, message.removeprefix("--")[: 4 * SHOWN], param, code) from None
 
 
 def as_whole(value: Any) -> Any:
@@ -287,8 +288,10 @@ class Body(Model):
         """The parameters of sampling without rules here, as the command line has them."""
         extra = self.model_extra or {}
         given = {name: as_whole(value) for name, value in extra.items() if name in SHAPING}
-        if "repetition_penalty" in given:
-            given.pop("repeat_penalty", None)
+        if given.get("repeat_penalty") == given.get("repetition_penalty"):
+            given.pop("repeat_penalty", None)  # the same under both names
+        is_object = isinstance(given.get("logit_bias", {}), dict)
+        need(is_object, 'logit_bias must be an object, as {"15043": -100}', "logit_bias")
         if given.get("bad_words") is False:
             given["bad_words"] = []
         if isinstance(given.get("allowed_token_ids"), list):

@@ -139,7 +139,7 @@ class RequestReader:
         fault = "do_sample = true needs a temperature above 0; raise it, or leave do_sample out"
         need(not asked.do_sample or temperature > 0, fault, "do_sample")
         given = asked.shaping | {"temperature": 0 if asked.do_sample is False else temperature}
-        with refusing():
+        with refusing(*given):
             config = replace(self.config, **by_names(GenerateConfig, given))
             config.check_request()
             self.engine.check_sampling(config.sampling)
@@ -155,6 +155,8 @@ class RequestReader:
 
         The texts are the same.
         """
+        fault = "draft = false drafts no tokens; leave draft_tokens out"
+        need(asked.draft is not False or not asked.draft_tokens, fault, "draft")
         bounds = 0 if asked.draft is False else asked.draft_tokens
         each = bounds if isinstance(bounds, list) else [bounds] * count
         fault = f"draft_tokens has {len(each)} values, and there are {count} prompts"

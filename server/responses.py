@@ -101,6 +101,7 @@ def _messages(items: Any) -> tuple[list[dict], set[str]]:
                 last[name] = last.get(name, []) + message[name]
         else:
             messages.append(message)
+    need(messages != [], f"input has nothing that is served: {', '.join(others)}", "input")
     return messages, others
 
 

@@ -6,7 +6,6 @@ Prompts are compared with transformers' own rendering of the same messages.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,7 +274,7 @@ CODEX = {
     "include": ["reasoning.encrypted_content"], "prompt_cache_key": "a", "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"},
 }  # fmt: skip
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": parts("s", kind="summary_text"), "content": None, "encrypted_content": "a"}  # fmt: skip
-REQUESTS = [  # the kind, the fields; what the log names, or how it is refused
+REQUESTS = [  # the kind, the fields; what the log names
     # tools and the choice of them
     *[(Chat, {"messages": [USER], "tools": [tool]}, "") for tool in (
         TOOL, {"function": RUN}, FLAT, {"function": {"name": "now"}}, {"function": {"name": "now", "parameters": None, "strict": None}},
@@ -285,19 +284,13 @@ REQUESTS = [  # the kind, the fields; what the log names, or how it is refused
     *[(Chat, {"messages": [USER], "tools": [TOOL], "tool_choice": choice}, "") for choice in (
         "auto", None, {"type": "auto"}, {"type": "required"}, allows("auto"), allows("required"))],
     (Responses, {"input": "a", "tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "run"}]}}, ""),
-    *[(Chat, {"messages": [USER], "tools": [TOOL], "tool_choice": choice}, "!tool_choice must") for choice in ("any", {"function": {"name": "x"}}, {"type": "x"}, 3)],
-    (Chat, {"messages": [USER], "tool_choice": "required"}, "!tool_choice required needs tools"),
-    (Chat, {"messages": [USER], "tools": [TOOL, TOOL]}, "!two tools have the same name"), (Chat, {"messages": [USER], "tools": [3]}, "!each of the tools must be"),
-    (Chat, {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}}, "!cannot go with tools"),
     # histories: calls, results, refusals, thinking, empty parts
     *[(Chat, answered(result), "") for result in ({"content": None}, {}, {"content": parts("a", "b")}, {"content": "", "name": "run"})],
-    (Chat, answered({}, index=0), ""), (Chat, {"messages": [USER, {"role": "tool", "tool_call_id": "c1"}]}, "!the tool_call_id of a call before it"),
+    (Chat, answered({}, index=0), ""),
     *[(Chat, {"messages": [USER, {"role": "assistant", **more}, USER]}, "") for more in (
         {}, {"content": ""}, {"content": [{"type": "refusal", "refusal": "no"}]}, {"content": []}, {"content": [{"type": "thinking", "thinking": "a"}, *parts("b")]},
         {"content": "a", "refusal": None, "audio": None, "annotations": [], "function_call": None, "tool_calls": None, "reasoning": "r"})],
     (Chat, {"messages": [{"role": "system", "content": [{**part, "cache_control": {}} for part in parts("a", "b")]}, {"role": "user", "content": ["Hi"]}]}, ""),
-    (Chat, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "!a part of type image_url is not served"),
-    (Chat, {"messages": [{"role": "user"}]}, "!needs a text as its content"), (Chat, {"messages": [SAYS | {"tool_calls": [CALL]}]}, "!belong to an assistant"),
     (Chat, {"messages": [USER], "store": False, "metadata": {}, "service_tier": "auto", "max_completion_tokens": 4, "max_tokens": 4}, "metadata, service_tier, store"),
     # Responses
     (Responses, CODEX, "custom (tools), local_shell (tools), prompt_cache_key, store, web_search (tools)"),
@@ -306,14 +299,8 @@ REQUESTS = [  # the kind, the fields; what the log names, or how it is refused
         [{"type": "custom_tool_call", "call_id": "c2", "name": "a", "input": "b"}, {"type": "custom_tool_call_output", "call_id": "c2", "output": "c"}])],
     (Responses, between({"type": "web_search_call", "id": "ws"}), "web_search_call (input)"),
     (Responses, {"input": "a", "tools": None, "tool_choice": None, "previous_response_id": None, "background": False, "text": None, "top_logprobs": 0}, ""),
-    (Responses, {"input": "a", "previous_response_id": "r"}, "!responses are not stored here"), (Responses, {"input": []}, "!input must be a text, or a list"),
-    (Responses, between({"type": "item_reference", "id": "i"}), "!items are not stored here"), (Responses, {"input": "a", "background": True}, "!background = true"),
-    (Responses, {"input": "a", "text": 3}, "!text must be an object"), (Responses, {"input": "a", "n": 2}, "!a response is one answer"),
     # completions
-    (Completion, {"prompt": "a", "suffix": None, "echo": False, "logprobs": False, "best_of": 1}, "best_of"), (Completion, {"prompt": 3}, "!must be a text, a list of token"),
-    *[(Completion, {"prompt": "a", name: value}, f"!{name} ") for name, value in (
-        ("echo", True), ("suffix", "b"), ("guided_json", {"a": 1}), ("temperature", 3), ("top_p", 2), ("max_tokens", 0), ("n", 1.5), ("seed", "1"),
-        ("stop", 3), ("logit_bias", [1]), ("min_p", "a"), ("stream", 1))],
+    (Completion, {"prompt": "a", "suffix": None, "echo": False, "logprobs": False, "best_of": 1}, "best_of"),
 ]  # fmt: skip
 
 
@@ -321,11 +308,6 @@ REQUESTS = [  # the kind, the fields; what the log names, or how it is refused
 def test_what_agents_and_clients_send(reader, number, capsys):
     kind, fields, told = REQUESTS[number]
     reader.told.clear()
-    if told.startswith("!"):
-        with pytest.raises(Refusal, match=re.escape(told[1:])) as error:
-            reader.read(kind, fields)
-        assert error.value.status == 400
-        return
     reader.read(kind, fields)
     err = [line for line in capsys.readouterr().err.splitlines() if "ignored in requests" in line]
     assert err == ([f"note: ignored in requests: {told}"] if told else [])

@@ -34,10 +34,10 @@ REFUSED = [
     (COMPLETION, {"prompt": ["a"] * 16}, "n", "at most 15 answers"), (COMPLETION, {"n": 99}, "n", "at most 15 answers"),
     (COMPLETION, {"n": 0}, "n", "n should be greater than or equal to 1; it is 0"), (COMPLETION, {"n": "x"}, "n", 'valid integer; it is "x"'),
     (COMPLETION, {"max_tokens": 0}, "max_tokens", "max_tokens should be at least 1; it is 0"),
-    (COMPLETION, {"max_tokens": -2, "echo": True}, "max_tokens", "greater than or equal to -1; it is -2"),
-    (COMPLETION, {"max_tokens": 2**31, "max_completion_tokens": 4}, "max_tokens", "less than or equal to 2147483647"),
+    (COMPLETION, {"max_tokens": -2}, "max_tokens", "greater than or equal to -1; it is -2"),
+    (COMPLETION, {"max_tokens": 2**31}, "max_tokens", "less than or equal to 2147483647"),
     *[(COMPLETION, {name: bad}, name, f"{name} should be a valid boolean; it is {json.dumps(bad)}")
-      for name, bad in (("draft", 0), ("echo", 0), ("stream", "yes"), ("trees", 1), ("do_sample", 1))],
+      for name, bad in (("draft", 0), ("stream", "yes"), ("trees", 1), ("do_sample", 1))],
     (COMPLETION, {"do_sample": True, "temperature": 0}, "do_sample", "needs a temperature above 0"),
     (COMPLETION, {"logprobs": 21}, "logprobs", "less than or equal to 20; it is 21"), (COMPLETION, {"logprobs": True}, "logprobs", "a valid integer"),
     (COMPLETION, {"seed": 1.5}, "seed", "seed should be a valid integer; it is 1.5"), (COMPLETION, {"seed": 2**64}, "seed", "less than or equal to"),
@@ -66,7 +66,7 @@ REFUSED = [
     *[(COMPLETION, {"draft_tokens": bad}, "draft_tokens", "draft_tokens") for bad in (-1, True, "chain:4", "9" * 10**4)],
     (COMPLETION, {"draft": False, "draft_tokens": 4}, "draft", "leave draft_tokens out"),
     *[(COMPLETION, {name: bad}, name, f"{name} = {json.dumps(bad)} is not served; leave it out") for name, bad in [
-        ("suffix", "a"), ("ignore_eos", True), ("guided_json", {"type": "object"}), ("mirostat", 2), ("n_probs", 5), ("functions", [1])]],
+        ("suffix", "a"), ("echo", True), ("ignore_eos", True), ("guided_json", {"type": "object"}), ("mirostat", 2), ("n_probs", 5), ("functions", [1])]],
     *[(COMPLETION, {"response_format": bad}, "response_format", words) for bad, words in [
         (of_schema({"type": "array", "uniqueItems": True}), "uniqueItems"), (of_schema({"enum": []}), "anyOf is empty"),
         (of_schema([]), "json_schema with its schema"), ({"type": "json_schema"}, "json_schema with its schema"),
@@ -87,17 +87,19 @@ REFUSED = [
     (CHAT, {"messages": [*ASKED, {"role": "assistant", "content": "a"}], "continue_final_message": False}, "continue_final_message", "must be true"),
     (CHAT, {"add_generation_prompt": False}, "add_generation_prompt", "must be true here"),
     *[(CHAT, {"tools": bad}, "tools", words) for bad, words in [
-        (1, "a valid list"), ([tool("now")] * 129, "at most 128 items"), ([1], "tools.0 should be"), ([{"type": "x"}], "tools.0.type should be"),
+        (1, "a valid list"), ([1], "each of the tools must be an object"),
         ([tool("a b")], "tools.0.function.name"), ([tool("now")] * 2, "the same name"), ([tool("a", parameters={"type": "array"})], "a JSON schema of type object")]],
     *[(CHAT, {"tools": TOOLS, "tool_choice": bad}, "tools", words) for bad, words in [
-        ("any", "tool_choice must be one of"), ({"type": "function"}, "must name one of"), (NAMED | {"function": {"name": "x"}}, "must name one of")]],
+        ("any", "tool_choice must be one of"), ({"type": "function"}, "must be one of"), (NAMED | {"function": {"name": "x"}}, "must name one of")]],
     (CHAT, {"tool_choice": "required"}, "tools", "needs tools"), (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "a valid boolean"),
     (CHAT, {"tools": [tool("a", parameters=UNIQUE)], "tool_choice": "required"}, "tools", "uniqueItems"),
     (CHAT, {"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "cannot go with tools"),
     *[(RESPONSE, fields, "input", words) for fields, words in [
-        ({"input": LEFT_OUT}, "input must be"), ({"input": []}, "a list of at least one"), ({"input": 7}, "input must be"), ({"n": 2}, "leave n out"),
-        ({"previous_response_id": "r"}, "not stored here"), ({"background": True}, "background = true is not served"), ({"tools": 4}, "tools must be a list"),
-        ({"input": [{"role": "assistant"}]}, "a role and a text"), ({"input": [{"type": "computer_call"}]}, "input of type computer_call is not served")]],
+        ({"input": LEFT_OUT}, "input must be"), ({"input": []}, "a list of at least one"), ({"input": 7}, "input must be"),
+        ({"previous_response_id": "r"}, "not stored here"), ({"background": True}, "background = true is not served"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "not stored here"), ({"input": [{"type": "computer_call"}]}, "nothing that is served: computer_call")]],
+    (RESPONSE, {"n": 2}, "n", "leave n out"), (RESPONSE, {"tools": 4}, "tools", "a valid list"), (RESPONSE, {"text": 3}, "text", "must be an object"),
+    (RESPONSE, {"input": [{"role": "assistant"}]}, "messages", "no message before"),
     (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages", "a part of type input_image is not served"),
     (RESPONSE, {"tool_choice": "required"}, "tools", "needs tools"),
 ]  # fmt: skip
