@@ -143,11 +143,11 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Answer for the one model, or the list of it."""
-        asked = request.path_params.get("name", self.name)
-        if asked != self.name:
+        asked = request.path_params.get("name")
+        if asked and asked != self.name:
             raise no_model(asked, self.name)
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt-eagle"}
-        return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
+        return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
     async def answer(self, kind: type[Body], writer: type[Reply], request: Request) -> Response:
         """Answer a request for text. kind: of its body; writer: of the answer"""

@@ -77,11 +77,13 @@ class Guard:
     def refusal(self, scope: Scope) -> Refusal | None:
         """Return why a request is not answered; None: it is."""
         headers = Headers(scope=scope)
-        scheme, _, brought = headers.get("authorization", "").partition(" ")
+        scheme, _, brought = headers.get("authorization", "").replace("\t", " ").partition(" ")
         same = hmac.compare_digest(brought.strip().encode(), self.key.encode())
         has_key = bool(self.key) and same and scheme.lower() == "bearer"
         host = headers.get("host", "").lower()
-        if not (self.any_host or has_key or re.sub(r":\d+$", "", host) in self.names):
+        # no browser sends none, as a probe of HTTP/1.0 does
+        is_known = not host or re.sub(r"\.?(:\d+)?$", "", host) in self.names
+        if not (self.any_host or has_key or is_known):
             return Refusal(400, f"{host[:SHOWN]!r} is no name of this server")
         if self.key and not has_key and scope["path"].startswith("/v1"):
             return Refusal(401, "the key is missing or wrong")

@@ -534,7 +534,7 @@ FOREIGN = {"Host": "llm.example.org"}
 
 @pytest.mark.parametrize("options, path, headers, status", [
     # names of other machines, at a loopback address, against pages whose name is resolved to it
-    *[({}, "/v1/models", {"Host": host}, 200) for host in ("localhost", "127.0.0.1:1", "[::1]:1", "LocalHost")],
+    *[({}, "/v1/models", {"Host": host}, 200) for host in ("localhost", "127.0.0.1:1", "[::1]:1", "LocalHost", "localhost.:1", "")],
     *[({}, "/v1/models", {"Host": host}, 400) for host in ("example.org", "localhost.example.org:80", "localhost@example.org")],
     # behind a proxy: a request with the key may name any host; a page has no key, and its name is an option
     *[({"api_key": "secret"}, path, FOREIGN | key, status) for path, key, status in (("/v1/models", KEY, 200), ("/v1/models", {}, 400), ("/", {}, 400))],
@@ -542,7 +542,8 @@ FOREIGN = {"Host": "llm.example.org"}
     ({"api_key": "secret", "allowed_hosts": "llm.example.org"}, "/", FOREIGN, 200),
     # keys
     *[({"api_key": "secret"}, "/v1/models", {"Authorization": brought}, status) for brought, status in (
-        ("Bearer secret", 200), ("bearer secret", 200), ("Bearer secrets", 401), ("Bearer secre", 401), ("Basic secret", 401), ("secret", 401), ("", 401))],
+        ("Bearer secret", 200), ("bearer secret", 200), ("BEARER \t secret ", 200), ("Bearer secrets", 401), ("Bearer secre", 401), ("Basic secret", 401), ("secret", 401), ("", 401))],
+    ({}, "/v1/models/", {}, 200), ({}, "/v1/models/demo", {}, 200), ({}, "/v1/models/x", {}, 404),
     ({"api_key": "secret"}, "/", {}, 200), ({"api_key": "secret"}, "/health", {}, 200),
 ])  # fmt: skip
 def test_who_may_ask(running, options, path, headers, status):
