@@ -24,6 +24,7 @@ from torch import Tensor
 
 from files.calibrate import Moments, encode_calibrated, moments_of
 from files.checkpoint import (
+    SMALL,
     TensorSource,
     WeightFiles,
     code_bytes,
@@ -53,13 +54,7 @@ def is_quantized(name: str, tensor: Tensor) -> bool:
 
     LiLiCorr's correlator stays as it is.
     """
-    others = ("embed_tokens.weight", "block_sparse_moe.gate.weight", "mlp.gate.weight")
-    others += (
-        "mlp.router.weight",
-        "markov_w1.weight",
-        "_codebook.weight",
-        "confidence_head.proj.weight",
-    )
+    others = (*SMALL, "embed_tokens.weight", "markov_w1.weight", "_codebook.weight")
     is_matrix = tensor.dim() == 2 and name.endswith(".weight")
     return is_matrix and not name.endswith(others) and not name.startswith("lilicorr.")
 

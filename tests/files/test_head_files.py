@@ -226,6 +226,20 @@ def test_damaged_files_are_refused_in_one_line(whole, case, keys, tensors, messa
     assert message in said and path.name in said and "\n" not in said
 
 
+@pytest.mark.parametrize("case", [case for case in DAMAGE if case not in ("medusa", "hydra")])
+def test_the_weights_say_how_many_layers_there_are(whole, case, tmp_path):
+    """The config of Vicuna's heads counts the target's layers. llama.cpp's count at most the tensors."""
+    path = tmp_path / whole(case).name
+    (shutil.copytree if whole(case).is_dir() else shutil.copy)(whole(case), path)
+    many = {"num_hidden_layers": 6000}
+    damage(path, {"block_count": 9} if path.is_file() else many, {})
+    if path.is_dir() and "transformer_layer_config" in (path / "config.json").read_text():
+        damage(path, {"transformer_layer_config": many}, {})
+    found, plain = (load(head, TARGET_OF.get(case, TARGET)) for head in (path, whole(case)))
+    assert found.config == plain.config
+    assert all(map(torch.equal, found.parameters(), plain.parameters()))
+
+
 @pytest.mark.parametrize("case", [case for case in DAMAGE if not case.startswith("gguf")])
 def test_quantized_copies_have_the_codes_of_loading(whole, case, tmp_path, capsys):
     """As quantize.py writes them: convolutions and tables of tokens stay as they are. Nothing is noted of their keys."""

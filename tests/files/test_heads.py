@@ -124,11 +124,6 @@ def layouts() -> dict[str, tuple[dict, Tensors]]:
         "NeMo": (
             config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, nemo,
         ),
-        "of the target's layers": (config | {"num_hidden_layers": 40}, tensors),  # Vicuna's
-        "of its target's layers": (
-            config | {"num_hidden_layers": target().config.n_layers}, renamed(tensors, "layers.0"),
-        ),
-        "of other layers": (config | {"num_hidden_layers": 6000}, renamed(tensors, "layers.0")),
         "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
             config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
         ),
