@@ -59,25 +59,28 @@ PREFIX = "prefix_embeding_layer.layers.0."
 
 
 @dataclass(frozen=True)
-class HFMedusa:
-    """The keys of config.json of Medusa's heads."""
+class MedusaConfig:
+    """The config of Medusa's heads."""
 
-    heads: int = key(COUNT, name="medusa_num_heads")
-    layers: int = key(COUNT, 1, "medusa_num_layers")
+    model: ModelConfig  # a layer of the target's shape: its width F and vocabulary V are theirs
+    heads: int = key(COUNT, name="medusa_num_heads")  # D, drafted levels
+    layers: int = key(COUNT, 1, "medusa_num_layers")  # of a head
     version: str | None = key(TEXT, None)  # "2": heads without LM heads
-    draft_sharpness: float = key(positive(1e6), 1.0)  # ours, as of EAGLE heads
+    sharpness: float = key(positive(1e6), 1.0, "draft_sharpness")  # ours, as of EAGLE heads
+    own_lm_heads: bool = True  # False: the target's
     prefix = False
+    first = "0.0.linear.weight"  # the official name of the first weight
 
-    @property
-    def shares_lm_head(self) -> bool:
-        """Return whether heads may have no LM heads."""
-        return self.version == "2"
+    def lm_head_name(self, head: int) -> str:
+        """Return the official name of the weight of a head's LM head."""
+        return f"{head}.{self.layers}.weight"
 
 
 @dataclass(frozen=True)
-class HFHydra:
-    """The keys of config.json of Hydra's heads."""
+class HydraConfig:
+    """The config of Hydra's heads."""
 
+    model: ModelConfig  # as Medusa's
     heads: int = key(COUNT, name="hydra_num_heads")
     grounded_heads: bool = key(TRUE)  # officially false where it is missing
     layers: int = key(COUNT, 1, "hydra_num_layers")
@@ -85,7 +88,8 @@ class HFHydra:
     hidden_state_offset: int = key(ZERO, 0)
     hydra_lm_head: str = key(only("own", "target"), "own")  # ours
     dropout_rate: float | None = key(positive(1.0), None)  # of training
-    draft_sharpness: float = key(positive(1e6), 1.0)  # ours
+    sharpness: float = key(positive(1e6), 1.0, "draft_sharpness")  # ours
+    own_lm_heads: bool = True  # False: the target's
 
     @property
     def prefix(self) -> bool:
@@ -93,62 +97,47 @@ class HFHydra:
         return self.hydra_head_arch == "prefix-mlp"
 
     @property
-    def shares_lm_head(self) -> bool:
-        """Return whether heads may have no LM heads."""
-        return self.hydra_lm_head == "target"
-
-
-@dataclass(frozen=True)
-class TokenHeads:
-    """The shape of Medusa's or Hydra's heads."""
-
-    kind: str  # medusa or hydra
-    heads: int  # D, drafted levels
-    layers: int  # of a head
-    model: ModelConfig  # a layer of the target's shape: its width F and vocabulary V are theirs
-    own_lm_heads: bool  # False: the target's
-    sharpness: float = 1.0  # c in log softmax(c z), see drafters.py
-    prefix: bool = False  # Hydra++: that layer, of attention, is before the heads
+    def first(self) -> str:
+        """The official name of the first weight."""
+        return f"hydra_mlp.0.{int(self.prefix)}.linear.weight"
 
     def lm_head_name(self, head: int) -> str:
         """Return the official name of the weight of a head's LM head."""
-        if self.kind == "medusa":
-            return f"{head}.{self.layers}.weight"
         return f"hydra_lm_head.{head}.{'1.' * self.prefix}weight"
 
 
-def read_token_heads(files: TensorSource, kind: str, target: ModelConfig) -> TokenHeads:
-    """Read the shape of heads of the kind medusa or hydra, and check it against the target.
+def read_token_heads(
+    files: TensorSource, kind: str, target: ModelConfig
+) -> MedusaConfig | HydraConfig:
+    """Read the config of heads of the kind medusa or hydra, and check it against the target.
 
     Raises: ValueError for a wrong key, heads of another target, or missing LM heads.
     """
-    record = HFMedusa if kind == "medusa" else HFHydra
+    record = MedusaConfig if kind == "medusa" else HydraConfig
     with naming(files.path / "config.json"):
-        hf = read_fields(files.config, record)
-    heads = _count(files, kind, hf.heads)
-    layer = replace(target, n_layers=1)
-    shape = TokenHeads(kind, heads, hf.layers, layer, True, hf.draft_sharpness, hf.prefix)
+        config = read_fields(files.config, record, model=replace(target, n_layers=1))
+    config = replace(config, heads=_count(files, kind, config.heads))
     fault = (
         f"{files.path}: a prefix layer has the target's shape, and the target is a mixture of "
         "experts; use heads of hydra_head_arch mlp"
     )
-    require(not (shape.prefix and target.n_experts), fault)
-    lm_heads = list(map(shape.lm_head_name, range(heads)))
+    require(not (config.prefix and target.n_experts), fault)
+    lm_heads = list(map(config.lm_head_name, range(config.heads)))
     missing = [name for name in lm_heads if name not in files.held]
-    # some of Medusa's version 2 have LM heads all the same
-    shares = hf.shares_lm_head and (kind == "hydra" or len(missing) == heads)
+    if kind == "medusa":  # some of version 2 have LM heads all the same
+        shares = config.version == "2" and len(missing) == len(lm_heads)
+    else:
+        shares = config.hydra_lm_head == "target"
     fault = (
         f"{files.path}: the LM heads {', '.join(missing)} are missing; download them again, or "
         'say in config.json that heads use the target\'s (medusa: "version": "2")'
     )
     require(shares or not missing, fault)
     vocab_size = target.vocab_size if shares else files.shape(lm_heads[0])[0]
-    begin = {"medusa": "0.0.", "hydra": f"hydra_mlp.0.{int(shape.prefix)}."}
-    first = begin[kind] + "linear.weight"
-    if first in files.held:  # else its absence is reported with those of others
-        check_sizes(files.path, files.shape(first)[0], vocab_size, target)
+    if config.first in files.held:  # else its absence is reported with those of others
+        check_sizes(files.path, files.shape(config.first)[0], vocab_size, target)
     note_keys(files.path, files.config, (record,), {})
-    return replace(shape, own_lm_heads=not shares)
+    return replace(config, own_lm_heads=not shares)
 
 
 def _count(files: TensorSource, kind: str, said: int) -> int:
@@ -196,7 +185,7 @@ class MedusaHeads(nn.Module):
 
     vocab = None  # all tokens are drafted
 
-    def __init__(self, config: TokenHeads):
+    def __init__(self, config: MedusaConfig):
         super().__init__()
         self.config = config
         dim = config.model.dim
@@ -218,7 +207,7 @@ class HydraHeads(nn.Module):
     vocab = None  # all tokens are drafted
     backend: Backend = TORCH  # as the target's
 
-    def __init__(self, config: TokenHeads):
+    def __init__(self, config: HydraConfig):
         super().__init__()
         self.config = config
         dim = config.model.dim
@@ -345,11 +334,6 @@ class HydraDrafter(TokenDrafter):
         return self.heads.hydra_lm_head[self.heads.level(out)](x)
 
 
-def make_heads(config: TokenHeads) -> Heads:
-    """Make heads of either kind."""
-    return MedusaHeads(config) if config.kind == "medusa" else HydraHeads(config)
-
-
 def load_heads(path: Path, target: Transformer, quant: Quantization | None = None) -> Heads:
     """Load heads of either kind for `target`, in the target's dtype and on its device.
 
@@ -359,7 +343,7 @@ def load_heads(path: Path, target: Transformer, quant: Quantization | None = Non
     files = with_codes(WeightFiles(path))
     config = read_token_heads(files, head_kind(path), target.config)
     with torch.device("meta"):
-        heads = make_heads(config)
+        heads = (MedusaHeads if isinstance(config, MedusaConfig) else HydraHeads)(config)
     quant = files.quant or quant
     fill(heads, target, files, heads.weight_names(), quant, is_unused)
     return heads

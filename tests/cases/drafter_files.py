@@ -11,7 +11,14 @@ from safetensors.torch import save_file
 
 from drafts.block_draft import BlockHead
 from drafts.block_heads import BlockConfig
-from drafts.token_draft import Block, Heads, TokenHeads, make_heads
+from drafts.token_draft import (
+    Block,
+    Heads,
+    HydraConfig,
+    HydraHeads,
+    MedusaConfig,
+    MedusaHeads,
+)
 from files.checkpoint import WeightFiles
 from files.weights import export_weights
 from helpers import GOLDEN, golden_target
@@ -32,20 +39,21 @@ def write_token_heads(out: Path, kind: str, target: Transformer) -> None:
     """
     c = target.config
     own = kind in ("medusa", "hydra", "hydra++")
-    method = "medusa" if kind.startswith("medusa") else "hydra"
-    prefix = kind == "hydra++"
-    shape = TokenHeads(method, 3, 2, dense_layer(target), own, prefix=prefix)
-    heads = make_heads(shape)
+    layer = dense_layer(target)
+    if kind.startswith("medusa"):
+        heads = MedusaHeads(MedusaConfig(layer, 3, 2, own_lm_heads=own))
+        keys = {"medusa_num_heads": 3, "medusa_num_layers": 2} | ({} if own else {"version": "2"})
+    else:
+        arch = "prefix-mlp" if kind == "hydra++" else "mlp"
+        heads = HydraHeads(HydraConfig(layer, 3, True, 2, arch, own_lm_heads=own))
+        keys = {"hydra_num_heads": 3, "hydra_num_layers": 2, "grounded_heads": True}
+        keys |= {"hydra_head_arch": arch, "hydra_lm_head": "own" if own else "target"}
     with torch.no_grad():
         start_as_identity(heads, target)
     tensors = export_weights(heads, heads.weight_names(), c, torch.bfloat16)
-    keys = {f"{method}_num_heads": shape.heads, f"{method}_num_layers": shape.layers}
-    if method == "medusa":
-        keys |= {} if own else {"version": "2"}
+    if kind.startswith("medusa"):
         save_file(tensors, out / "medusa_lm_head.safetensors")
     else:
-        keys |= {"hydra_head_arch": "prefix-mlp" if prefix else "mlp", "grounded_heads": True}
-        keys |= {} if own else {"hydra_lm_head": "target"}
         torch.save(tensors, out / "hydra_lm_head.pt")
     (out / "config.json").write_text(json.dumps(keys))
 
