@@ -452,15 +452,10 @@ def _sizes(header: Header, key: Callable[[str], str], embedding: tuple[int, ...]
     key: puts the architecture before a name; embedding: the shape of the embedding
     Raises: ValueError for impossible ones.
     """
-    metadata = header.metadata
     tensors = header.tensors
-
-    layout = row_of_gguf(metadata["general.architecture"], False).load().GGUF
-    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if layout.by_layer:
-            metadata = metadata.with_first(key(name))
-        else:
-            metadata.of_every_layer(key(name))
+    layout = row_of_gguf(header.metadata["general.architecture"], False).load().GGUF
+    by_layer = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    metadata = header.metadata.with_one(map(key, by_layer), layout.by_layer)
 
     def size(name: str, *default: Any) -> Any:
         return metadata.size(key(name), *default)

@@ -17,11 +17,13 @@ import mmap
 import re
 import reprlib
 import struct
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from files.io import lfs_fault
+from options import require
 
 MAX_COUNT = 2**24  # entries of a list, tensors, keys, positions; a broken count is above it
 MAX_SIZE = 2**20  # of a width or a number of layers
@@ -82,28 +84,21 @@ class Metadata(dict):
             f"{self.path}: the metadata {key} must be {IN_WORDS[wanted]}, not {reprlib.repr(value)}"
         )
 
-    def of_every_layer(self, key: str) -> None:
-        """Replace a list of one value for each layer by that value. Writes: the metadata.
+    def with_one(self, keys: Iterable[str], may_differ: bool) -> Metadata:
+        """Return the metadata with one value, the first but 0, in the place of lists by layer.
 
-        Raises: ValueError where the values differ.
+        Raises: ValueError where the values differ, unless they may.
         """
-        values = self.get(key)
-        if type(values) is list and values:
-            if values != values[:1] * len(values):
-                raise ValueError(
-                    f"{self.path}: the metadata {key} differs between layers, which is not "
-                    "supported; use another file"
-                )
-            self[key] = values[0]
-
-    def with_first(self, key: str) -> Metadata:
-        """Return the metadata with the first value of a list, but no 0, in its place."""
-        values = self.get(key)
-        if type(values) is not list or not any(values):
-            return self
-        changed = Metadata(self.path)
-        changed.update(self | {key: next(filter(None, values))})
-        return changed
+        found = Metadata(self.path)
+        found.update(self)
+        for key in keys:
+            values = self.get(key)
+            if type(values) is list and any(values):
+                fault = f"{self.path}: the metadata {key} differs between layers, which is not"
+                same = values == values[:1] * len(values)
+                require(may_differ or same, f"{fault} supported; use another file")
+                found[key] = next(filter(None, values))
+        return found
 
     def size(self, key: str, default: Any = ..., most: int = MAX_SIZE) -> Any:
         """Return a width or a count. Raises: ValueError for one that no model has."""
