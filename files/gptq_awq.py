@@ -1,6 +1,6 @@
-"""Read the weights of checkpoints that others quantized, as codes for our int8 and int4 layers.
+"""Read the weights of quantized directories as codes for our int8 and int4 layers.
 
-Nothing is quantized anew but FP8.
+quantize.py's are read as others' are. Nothing is quantized anew but FP8.
 
 1. `QuantizedFiles` finds the tensors that make a weight. It has one reader per quantized weight,
    and the other tensors as they are, which stay in 16 bits.
@@ -18,6 +18,7 @@ belongs to (files/weights.py).
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -31,19 +32,8 @@ from quantize import Int8
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 NUMBERS = (torch.int32,)
-IGNORED = (  # of activations and caches, behind the name of a layer
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-    "activation_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
-    "k_zero_point",
-    "v_zero_point",
-)
+# of activations and caches, behind the name of a layer
+IGNORED = re.compile(r"(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 
 
 class Layout(NamedTuple):
@@ -58,33 +48,27 @@ class Layout(NamedTuple):
     index: str = ""  # the group of each input
     shape: str = ""
     axis: int | None = None  # of `codes`, along which words hold codes; None: they are numbers
-    zero_axis: int = 0  # of `zero`; its words go along the outputs
-    groups_first: bool = False  # scales are [K / G, N], and codes along outputs are [K, N]
+    # scales are [K / G, N], and codes along outputs are [K, N]; there always are zero points
+    groups_first: bool = False
     order: tuple[int, ...] = ()  # places of the codes 0 to 7 in a word; (): ascending
-    needs_zero: bool = False  # where weights are symmetric, too
 
     @property
     def needed(self) -> tuple[str, ...]:
         """The tensors without which there is no weight."""
-        return (self.codes, self.scale, self.zero)[: 2 + self.needs_zero]
+        return (self.codes, self.scale, self.zero)[: 2 + self.groups_first]
 
 
 LAYOUTS = {
-    "gptq": Layout(
-        "qweight", "scales", "qzeros", "g_idx",
-        axis=0, zero_axis=1, groups_first=True, needs_zero=True,
-    ),
+    "gptq": Layout("qweight", "scales", "qzeros", "g_idx", axis=0, groups_first=True),
     "awq": Layout(
-        "qweight", "scales", "qzeros",
-        axis=1, zero_axis=1, groups_first=True, needs_zero=True, order=(0, 4, 1, 5, 2, 6, 3, 7),
+        "qweight", "scales", "qzeros", axis=1, groups_first=True, order=(0, 4, 1, 5, 2, 6, 3, 7)
     ),
     "packed": Layout(
-        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape",
-        axis=1,
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", axis=1
     ),
     "plain": Layout("weight", "weight_scale", "weight_zero_point"),
     "fp8": Layout("weight", "weight_scale_inv"),  # it is multiplied with, like any other scale
-}  # fmt: skip
+}
 
 
 def unpack(packed: Tensor, bits: int, axis: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -147,7 +131,7 @@ class QuantizedFiles(TensorSource):
         layers = self._quantized_layers()
         used = {f"{layer}.{part}" for layer, parts in layers.items() for part in parts}
         rest = [name for name in files.readers if name not in used]
-        kept = [name for name in rest if name.rpartition(".")[2] not in IGNORED]
+        kept = [name for name in rest if not IGNORED.fullmatch(name.rpartition(".")[2])]
         self.readers = {name: partial(self._float, name) for name in kept}
         self.quantized = {
             f"{layer}.weight": partial(self._codes, layer, parts) for layer, parts in layers.items()
@@ -222,7 +206,7 @@ class QuantizedFiles(TensorSource):
         if form.index in parts:
             self._check_order(f"{layer}.{form.index}", inputs, groups)
         zero = None
-        if form.needs_zero or not recipe.symmetric:
+        if form.groups_first or not recipe.symmetric:
             zero = self._zero(layer, outputs, groups)
         if recipe.symmetric and zero is not None:
             self._check_zeros(layer, zero)
@@ -245,11 +229,11 @@ class QuantizedFiles(TensorSource):
         """Read the zero points of a weight, [N, K / G] int8."""
         form = self.layout
         words = -(-outputs * self.bits // 32)
-        shape = (groups, words) if form.zero_axis == 1 else (words, groups)
+        shape = (groups, words) if form.groups_first else (words, groups)
         packed = self._read(f"{layer}.{form.zero}", NUMBERS, shape)
         if self.recipe.less_one:  # all codes of a word at once, as one was subtracted from them
             packed = packed + (0x11111111 if self.bits == 4 else 0x01010101)
-        return unpack(packed, self.bits, form.zero_axis, form.order)[:, :outputs].T
+        return unpack(packed, self.bits, int(form.groups_first), form.order)[:, :outputs].T
 
     def _check_zeros(self, layer: str, zeros: Tensor) -> None:
         if zeros.any():
