@@ -72,7 +72,8 @@ def open_files(path: Path) -> WeightFiles:
     if rename:
         with naming(path / "config.json"):
             readers = rename(readers, files.config)
-    is_head = "fc.weight" in readers  # a draft head's names have no prefix
+    # a draft head's names have no prefix
+    is_head = "fc.weight" in readers or "fusion_fc.weight" in readers
     if EMBEDDING.removeprefix("model.") in readers and not is_head:
         readers = {
             name if name.startswith("lm_head.") else f"model.{name}": read

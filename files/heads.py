@@ -153,13 +153,13 @@ class HeadFiles(TensorSource):
         official = self.layout.official
         self.readers = {official(name): read for name, read in source.readers.items()}
         self.quantized = {official(name): read for name, read in source.quantized.items()}
-        if self.layout is EAGLE1_SPECULATORS:
-            self.readers.pop("lm_head.weight", None)  # the target's
         # SafeAILab and SpecForge name the first layer so
         self.midlayer = any(name.startswith("midlayer.") for name in names)
         if MASK in self.readers:
             self.readers[MASK] = partial(_row, self.readers[MASK])
         for held in (self.readers, self.quantized):
+            if self.layout is EAGLE1_SPECULATORS:
+                held.pop("lm_head.weight", None)  # the target's
             for name in [name for name in held if name.startswith("injection.")]:
                 read = held.pop(name)  # DSpine's, of all layers: read for each, as small
                 held |= {f"layers.{i}.{name}": read for i in range(layers_of(self))}

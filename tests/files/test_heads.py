@@ -169,7 +169,10 @@ def test_eagle_1_in_speculators_layout(tmp_path, bias):
         "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
         "fusion_bias": has_bias, "transformer_layer_config": config,
     }  # fmt: skip
-    head = load_head(write_files(tmp_path / "speculators", said, theirs), model)
+    path = write_files(tmp_path / "speculators", said, theirs)
+    quantize_directory(path, tmp_path / "int8", Quantization("int8"))
+    assert load_head(tmp_path / "int8", model).fc.format == "int8"
+    head = load_head(path, model)
     own, other = dict(head.named_parameters()), dict(plain.named_parameters())
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
