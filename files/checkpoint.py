@@ -85,7 +85,7 @@ def _is_mlx(quantization: Any) -> bool:
     return not others & quantization.keys()
 
 
-def foreign_quantization(raw: dict) -> Any:
+def quantization_in(raw: dict) -> Any:
     """Return the quantization in a config.json, of any type, or None."""
     older = raw.get("compression_config")  # of compressed-tensors
     return raw.get("quantization_config", older)
@@ -93,7 +93,7 @@ def foreign_quantization(raw: dict) -> Any:
 
 def is_mxfp4(raw: dict) -> bool:
     """Return whether a config.json says that experts are in MXFP4 (files/stacks.py)."""
-    quantization = foreign_quantization(raw)
+    quantization = quantization_in(raw)
     return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
@@ -103,14 +103,14 @@ def saved_quantization(raw: dict, path: Path) -> Quantization | None:
     raw: the content of config.json
     Raises: ValueError for a quantization that is not supported.
     """
-    if foreign_quantization(raw) is None:
+    if quantization_in(raw) is None:
         return None
     return load_part("reader", "format of codes")(raw, path).quantization
 
 
 def with_codes(files: WeightFiles) -> TensorSource:
     """Return the tensors of a directory, with its quantized weights as codes."""
-    if foreign_quantization(files.config) is None:
+    if quantization_in(files.config) is None:
         return files
     return load_part("reader", "codes")(files)
 

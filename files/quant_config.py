@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from files.checkpoint import foreign_quantization
+from files.checkpoint import quantization_in
 from files.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
 from quantize import GROUPS, Quantization
 
@@ -269,7 +269,7 @@ def read_stored_format(raw: dict, path: Path) -> StoredFormat:
     Raises: ValueError that names the key that is missing, wrong or not supported.
     """
     with naming(path / "config.json"):
-        quantization = foreign_quantization(raw)
+        quantization = quantization_in(raw)
         if not isinstance(quantization, dict):
             raise ValueError(
                 f"quantization_config must be an object; it is {str(quantization)[:40]}"

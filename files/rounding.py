@@ -28,7 +28,7 @@ from files.checkpoint import (
     TensorSource,
     WeightFiles,
     code_bytes,
-    foreign_quantization,
+    quantization_in,
 )
 from files.config import EMBEDDING, LM_HEAD, open_files, read_raw
 from files.gptq_awq import QuantizedFiles, packed
@@ -161,7 +161,7 @@ def quantize_directory(
     require(quant.group_size in (0, *GROUPS), fault)
     raw = read_json(path / "config.json")
     fault = f"{path} is quantized already; give the original"
-    require(foreign_quantization(raw) is None, fault)
+    require(quantization_in(raw) is None, fault)
     check_apart(path, out)
     check_out(out, overwrite)
     files = open_files(path)
@@ -199,7 +199,7 @@ def is_calibrated(quant: Quantization, path: Path) -> bool:
         and not quant.saved
         and path.is_dir()
         and this_rank().world_size == 1
-        and foreign_quantization(read_raw(path)) is None
+        and quantization_in(read_raw(path)) is None
         and has_tokenizer(path)
     )
 
