@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from draft_tree import Children, DynamicTree, Frontier, Scores, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftState, DraftVocab
-from drafts.block_heads import BlockConfig, block_names, read_block_head, read_vocab
+from drafts.block_heads import BlockConfig, read_block_head, read_vocab
 from drafts.correlator import Correlator
 from drafts.level_draft import LevelDrafter, last_of, tree_of
 from eagle_draft import fill
 from files.heads import HeadFiles, head_files, is_same_embedding, is_unused
 from kv_cache import KVCache, Window, causal_window
-from model import Transformer, windows_of
+from model import Transformer, layer_names, windows_of
 from quantize import BLOCKS, Linear, Quantization
 from reference import TORCH
 from run.heads import draft_lm_head
@@ -108,6 +108,19 @@ class BlockHead(Transformer):
         if config.confidence:
             proj = nn.Linear(config.confidence, 1, config.confidence_bias)
             self.confidence_head = nn.ModuleDict({"proj": proj})
+
+    def weight_names(self) -> dict[str, tuple[str, ...]]:
+        """Return our parameter's name -> the official tensors."""
+        model = self.config.model
+        names = {name: (name,) for name, _ in self.named_parameters()}
+        if self.config.own_embedding:
+            names["embedding.weight"] = ("embed_tokens.weight",)
+        for i in range(model.n_layers):
+            layer = f"layers.{i}."
+            names |= layer_names(layer, layer, model.layer(i), model.names)
+        if self.config.transfer_rank:  # behind the last layer, too
+            names |= layer_names("", layer, model.injected(), model.names)
+        return names
 
     def read(self, taps: Tensor, cache: KVCache, window: Window) -> Tensor:
         """Turn the target's hidden states into keys and values.
@@ -413,7 +426,7 @@ def load_head(path: Path, target: Transformer, quant: Quantization | None = None
         head = BlockHead(config)
     head.vocab = read_vocab(files, config)
     quant = files.quant or quant
-    fill(head, target, files, block_names(head), quant, is_unused)
+    fill(head, target, files, head.weight_names(), quant, is_unused)
     if head.embedding is None or is_same_embedding(head.embedding, target):
         head.embedding = target.embedding  # one copy is enough
     return head

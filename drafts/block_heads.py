@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from torch import nn
-
 from drafters import DraftVocab
 from drafts.block_layers import SIZE, BlockModel
 from drafts.correlator import HFCorrelator
@@ -36,7 +34,7 @@ from files.heads import (
     note_keys,
 )
 from files.keys import FULL, KINDS, SLIDING
-from model import ModelConfig, layer_names
+from model import ModelConfig
 from options import require
 
 NO = Rule("false", lambda v: v is False)
@@ -263,17 +261,3 @@ def _check_weights(files: HeadFiles, config: BlockConfig) -> None:
 def name_in_files(official: str) -> str:
     """Return the name of a tensor in the directories that we write: codebooks are no embeddings."""
     return official.removesuffix(".weight") if official.endswith("_codebook.weight") else official
-
-
-def block_names(head: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return our parameter's name -> the official tensors. head: a `BlockHead`"""
-    model = head.config.model
-    names = {name: (name,) for name, _ in head.named_parameters()}
-    if head.config.own_embedding:
-        names["embedding.weight"] = ("embed_tokens.weight",)
-    for i in range(model.n_layers):
-        layer = f"layers.{i}."
-        names |= layer_names(layer, layer, model.layer(i), model.names)
-    if head.config.transfer_rank:  # behind the last layer, too
-        names |= layer_names("", layer, model.injected(), model.names)
-    return names

@@ -15,7 +15,7 @@ from torch import nn
 from eagle_draft import Eagle3, Eagle3Head, EagleConfig
 from files.fields import FLAG, TOKEN_ID, integer, key, naming, read_fields
 from files.head_kinds import AUX
-from files.heads import MASK, HeadFiles, check_aux_layers, d2t_size, make_head
+from files.heads import MASK, HeadFiles, check_aux_layers, d2t_size
 from files.keys import WIDTH
 from model import ModelConfig
 from options import require
@@ -187,9 +187,3 @@ class VariantHead(Eagle3Head):
     def weight_names(self) -> dict[str, tuple[str, ...]]:
         masks = {MASK: (MASK,)} if self.config.eagle3.mask_token is not None else {}
         return super().weight_names() | masks
-
-
-def head_names(config: EagleConfig) -> dict[str, tuple[str, ...]]:
-    """Return `EagleHead.weight_names` of a head."""
-    with torch.device("meta"):
-        return make_head(config).weight_names()

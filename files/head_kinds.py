@@ -57,7 +57,7 @@ BLOCK = Layout(
     keys=("dflash_config", "block_size"),
     architecture="dflash",
     tensors=r"hidden_norm\.weight",
-    # z-lab's class has the codebooks in embeddings; DSpine's injections are of a layer, or of all
+    # codebooks are embeddings, as in z-lab's class; DSpine's injections are of a layer, or of all
     renames=(
         (r"(_codebook|^transfer_codes)$", r"\1.weight"),
         (r"^injection\.(\w+)\.(\d+)\.", r"layers.\2.injection.\1."),

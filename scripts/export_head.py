@@ -96,15 +96,13 @@ import torch
 from torch import Tensor
 
 from drafts.block_draft import BlockHead
-from drafts.block_heads import BlockConfig, block_names, name_in_files, read_block_head, read_vocab
+from drafts.block_heads import BlockConfig, name_in_files, read_block_head, read_vocab
 from eagle_draft import EagleConfig
-from files.checkpoint import TensorSource
 from files.config import open_source, read_config, read_raw
-from files.eagle_variants import head_names
 from files.fetch import fetched, title_of
 from files.gguf_heads import D2T, EAGLE3, SHARPNESS
 from files.head_kinds import head_kind
-from files.heads import HeadFiles, draft_vocab, head_files, read_head
+from files.heads import HeadFiles, draft_vocab, head_files, make_head, read_head
 from files.writing import write_checkpoint
 from model import ModelConfig, rope_frequencies
 from models.mixtures import has_head_norms
@@ -119,24 +117,13 @@ from scripts.train.training import shape_keys
 class Head:
     """A head to write."""
 
-    files: TensorSource  # official names; an LM head's rows are in the order of `ids`
+    path: Path
     kind: str
     config: EagleConfig | BlockConfig
     target: Path
     ids: Tensor | None  # [Vd] int64, the tokens that it drafts; None: all
-
-    def names(self) -> list[str]:
-        """Return the official names of the tensors that the head uses."""
-        if self.kind == "eagle":
-            names = head_names(self.config)
-        else:
-            with torch.device("meta"):
-                names = block_names(BlockHead(self.config))
-        return [theirs for parts in names.values() for theirs in parts]
-
-    def tensors(self) -> dict[str, Callable[[], Tensor]]:
-        """Return the official tensors that the head uses, each with its reader."""
-        return {name: self.files.readers[name] for name in self.names()}
+    # official name -> reader; an LM head's rows are in the order of `ids`
+    tensors: dict[str, Callable[[], Tensor]]
 
 
 def read(head: Path, target: Path) -> Head:
@@ -157,11 +144,13 @@ def read(head: Path, target: Path) -> Head:
             )
         drafted = config.eagle3.draft_vocab
         vocab = draft_vocab(files, config.model.vocab_size, [config.eagle3.lm_head], drafted)
-    read = Head(files, kind, config, target, vocab.ids if vocab else None)
-    missing = [name for name in read.names() if name not in files.readers]
-    if missing:
-        raise ValueError(f"{head}: the weights {', '.join(missing)} are missing")
-    return read
+    with torch.device("meta"):
+        module = BlockHead(config) if kind == "block" else make_head(config)
+    names = [theirs for parts in module.weight_names().values() for theirs in parts]
+    missing = [name for name in names if name not in files.readers]
+    require(not missing, f"{head}: the weights {', '.join(missing)} are missing")
+    tensors = {name: files.readers[name] for name in names}
+    return Head(head, kind, config, target, vocab.ids if vocab else None, tensors)
 
 
 # ------------------------------------------------------------------------------ what a layout holds
@@ -184,12 +173,11 @@ def check_tensors(head: Head, layout: str) -> str:
 
     Returns: the begin of a message on what the layout cannot say.
     """
-    where = f"{head.files.path}: the layout {layout} has no place for a head"
+    where = f"{head.path}: the layout {layout} has no place for a head"
     require(head.kind == "eagle" or layout != "gguf", f"{where} that is a block drafter")
-    names = head.names()
-    unread = [name for name in names if re.fullmatch(UNREAD[layout], name)]
+    unread = [name for name in head.tensors if re.fullmatch(UNREAD[layout], name)]
     require(not unread, f"{where} with the weights {', '.join(unread[:3])}")
-    require("norm.weight" in names, f"{where} that has no last norm")
+    require("norm.weight" in head.tensors, f"{where} that has no last norm")
     if layout == "gguf":
         taps = len(head.config.eagle3.aux_layers)
         require(taps == 3, f"{where} that takes {taps} layers' hidden states, not 3")
@@ -242,7 +230,7 @@ def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
     else:
         keys = _sglang_eagle(head) if head.kind == "eagle" else _sglang_block(head)
     keys |= {"torch_dtype": "bfloat16"}
-    tensors = {name_in_files(name): _in_16_bits(x()) for name, x in head.tensors().items()}
+    tensors = {name_in_files(name): _in_16_bits(x()) for name, x in head.tensors.items()}
     if layout == "speculators" and head.kind == "eagle":
         # the package reads no other embedding, and its published heads have the target's
         embedding = open_source(head.target).readers["model.embed_tokens.weight"]
@@ -369,11 +357,11 @@ def metadata_of(head: Head, name: str) -> dict[str, Any]:
 def tensors_of(head: Head, kind: str) -> Iterator[tuple[str, np.ndarray, str | None]]:
     """Yield the tensors of the file, as `gguf_file.write` takes them. kind: of FORMATS"""
     model = head.config.model
-    for official, read_tensor in head.tensors().items():
+    for official, read_tensor in head.tensors.items():
         name = gguf_name(official)
         weight = read_tensor().float()
         if not weight.isfinite().all() or weight.abs().max() > torch.finfo(torch.float16).max:
-            raise ValueError(f"{head.files.path}: {official} has numbers beyond 16 bits")
+            raise ValueError(f"{head.path}: {official} has numbers beyond 16 bits")
         if weight.dim() == 1:
             yield name, weight.numpy(), None
             continue

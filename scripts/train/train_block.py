@@ -75,7 +75,7 @@ from torch import Tensor
 
 from drafters import DraftVocab
 from drafts.block_draft import BlockHead
-from drafts.block_heads import BlockConfig, block_names, name_in_files
+from drafts.block_heads import BlockConfig, name_in_files
 from drafts.block_layers import BlockModel
 from files.weights import export_weights
 from model import DTYPES, Transformer
@@ -191,7 +191,7 @@ def draft_blocks(head: BlockHead, target: Transformer, tokens: Tensor) -> Drafte
 def write_files(head: BlockHead, out: Path, dtype: str, info: dict) -> None:
     """Write the weights and config.json of a drafter. info: of its training"""
     config = head.config
-    names = block_names(head)
+    names = head.weight_names()
     tensors = export_weights(losses.plain_copy(head), names, config.model, DTYPES[dtype])
     tensors = {name_in_files(name): value for name, value in tensors.items()}
     training.write_checkpoint(out, tensors, keys_of(config, dtype), info)

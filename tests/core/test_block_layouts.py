@@ -40,8 +40,9 @@ from drafters import DraftInputs
 from drafts.block_draft import SparkDrafter, load_head
 from drafts.parallel_eagle import ParallelEagleDrafter
 from eagle_draft import load_head as load_eagle
+from files.rounding import quantize_directory
 from helpers import GOLDEN, PROMPTS, compiled_as_on_cuda, decode, engine_for, golden_target, slow
-from quantize import BLOCKS
+from quantize import BLOCKS, Quantization
 from run.generate import generate, load
 from tiny_models import Kind, write
 
@@ -676,3 +677,6 @@ def test_codebooks_under_the_names_of_z_labs_class(tmp_path):
         for name, tensors in (("a", {}), ("b", other))
     ]
     assert torch.equal(*(selector.predecessor_codebook.weight for selector in found))
+    quantize_directory(tmp_path / "b", tmp_path / "int8", Quantization("int8"))
+    rounded = load_head(tmp_path / "int8", target).candidate_selector
+    assert torch.equal(rounded.predecessor_codebook.weight, found[0].predecessor_codebook.weight)

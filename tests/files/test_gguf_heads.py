@@ -25,10 +25,9 @@ from backends.library import has_cpu_operators
 from backends.weight import Embedding
 from eagle_draft import load_head
 from files.config import read_config
-from files.eagle_variants import head_names
 from files.gguf_header import read_header
 from files.gguf_heads import GgufHead
-from files.heads import HeadFiles, head_files, read_head
+from files.heads import HeadFiles, head_files, make_head, read_head
 from files.weights import load_model
 from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
 from kv_cache import KVCache, causal_window
@@ -150,7 +149,7 @@ def test_a_file_says_what_the_directory_says(files, flags):
     model = read_config(TARGET)
     config = read_head(ours, model)  # which the export has compared
     assert config.eagle3 == read_head(theirs, model).eagle3
-    for name in ("d2t", *(n for parts in head_names(config).values() for n in parts)):
+    for name in ("d2t", *(n for parts in make_head(config).weight_names().values() for n in parts)):
         assert torch.equal(ours.read(name), theirs.read(name).to(ours.read(name).dtype)), name
 
 
@@ -289,8 +288,8 @@ def test_tokens_in_any_order(files, tmp_path, monkeypatch):
     shuffled = torch.randperm(DRAFTED, generator=torch.Generator().manual_seed(1))
     path = tmp_path / "head.gguf"
     head = export_head.read(files(kind="q8_0"), TARGET)
-    rows = head.files.readers["lm_head.weight"]
-    head.files.readers["lm_head.weight"] = lambda: rows()[shuffled]
+    rows = head.tensors["lm_head.weight"]
+    head.tensors["lm_head.weight"] = lambda: rows()[shuffled]
     export_head.write_gguf(replace(head, ids=head.ids[shuffled]), path, "q8_0")
     assert not (GgufHead(path).read("d2t").add(torch.arange(DRAFTED)).diff() > 0).all()
     target = load_model(TARGET)

@@ -21,8 +21,7 @@ from drafters import RootOnly
 from eagle_draft import Eagle3, EagleDrafter, load_head, read_official
 from files.checkpoint import WeightFiles
 from files.config import read_config
-from files.eagle_variants import head_names
-from files.heads import HeadFiles, draft_vocab, read_head
+from files.heads import HeadFiles, draft_vocab, make_head, read_head
 from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, decode, engine_for, golden_target, record
@@ -329,7 +328,7 @@ def test_biases_are_those_of_the_weights(tmp_path, capsys):
     biases = {f"midlayer.{name}_proj.bias": fresh(n) for name, n in rows.items()}
     head = load_head(write_files(tmp_path / "all", config, tensors | biases), target())
     held = dict(head.named_parameters())
-    for name, theirs in head_names(head.config).items():
+    for name, theirs in head.weight_names().items():
         if name.endswith("bias"):
             assert torch.equal(held[name], torch.cat([biases.pop(part) for part in theirs]))
     assert not biases
@@ -477,7 +476,7 @@ def test_the_flat_reader_reads_official_heads_as_the_other_does(head, of_target)
     assert replace(ours.config, eagle3=None) == replace(theirs, eagle3=None)
     for each in fields(Eagle3) if theirs.eagle3 else ():
         assert getattr(ours.config.eagle3, each.name) == getattr(theirs.eagle3, each.name)
-    assert ours.weight_names().items() <= head_names(theirs).items()
+    assert ours.weight_names().items() <= make_head(theirs).weight_names().items()
     ids = draft_vocab(files, 128, [], theirs.eagle3.draft_vocab).ids if theirs.eagle3 else None
     assert (ours.vocab is None) == (ids is None)
     assert ids is None or torch.equal(ours.vocab.ids, ids)
