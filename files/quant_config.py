@@ -15,6 +15,7 @@ from typing import Any
 
 from files.checkpoint import quantization_in
 from files.fields import FLAG, OBJECT, TEXT, NotSupported, Rule, integer, key, naming, read_fields
+from options import require
 from quantize import GROUPS, Quantization
 
 
@@ -240,8 +241,6 @@ class Compressed:
 
 PRODUCER = "gpt-eagle"  # a key of ours in what we write; in earlier releases the method
 METHODS = {"gptq": Gptq, "awq": Awq, "compressed-tensors": Compressed, "fp8": Fp8}
-
-
 BITS = {"int4": 4, "int8": 8}  # of the formats in directories that we write
 
 
@@ -268,8 +267,11 @@ def read_stored_format(raw: dict, path: Path) -> StoredFormat:
 
     Raises: ValueError that names the key that is missing, wrong or not supported.
     """
+    quantization = quantization_in(raw)
+    is_older = isinstance(quantization, dict) and quantization.get("quant_method") == PRODUCER
+    fault = f"{path}: an earlier quantize.py wrote it, in a layout of its own"
+    require(not is_older, f"{fault}; run quantize.py once more on the original")
     with naming(path / "config.json"):
-        quantization = quantization_in(raw)
         if not isinstance(quantization, dict):
             raise ValueError(
                 f"quantization_config must be an object; it is {str(quantization)[:40]}"
@@ -279,8 +281,6 @@ def read_stored_format(raw: dict, path: Path) -> StoredFormat:
             # its older files leave the name out
             quantization = quantization | {"quant_method": "bitsandbytes"}
         method = read_fields(quantization, MethodKey).quant_method
-        if method == PRODUCER:
-            raise NotSupported("an earlier quantize.py wrote this directory; run it again")
         if method not in METHODS:
             known = ", ".join(METHODS)
             raise NotSupported(

@@ -744,7 +744,7 @@ SPOILT = {  # further cases are in test_quantized_files.py
     "scale": "the weight model.layers.1.self_attn.q_proj.weight_scale is missing; download it again",
     "columns": r"the group size 32 does not divide the 56 inputs of model.layers.1.self_attn.q_proj",
     "not marked": r"missing weight\(s\): lm_head.weight",
-    "of an earlier release": "an earlier quantize.py wrote this directory; run it again",
+    "of an earlier release": "out: an earlier quantize.py wrote it, .*; run quantize.py once more on the original$",
 }
 
 
