@@ -19,7 +19,8 @@ from backends.cpp.layers import Program, fits, steps_of
 from backends.fusions import MergedLayers, fuse
 from eagle_draft import EagleConfig
 from files import registry
-from files.eagle_variants import Eagle3Variant, make_head
+from files.eagle_variants import Eagle3Variant
+from files.heads import make_head
 from files.rank import Rank
 from helpers import COMPILER
 from kv_cache import KVCache, Window, by_shape

@@ -17,7 +17,8 @@ from backends.weight import pack_codes
 from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
 from eagle_draft import EagleConfig, EagleDrafter, EagleHead
-from files.eagle_variants import Eagle3Variant, make_head
+from files.eagle_variants import Eagle3Variant
+from files.heads import make_head
 from helpers import decode, engine_for
 from kv_cache import KVCache, Window, causal_window
 from model import ModelConfig, Transformer, run_layers
