@@ -237,7 +237,7 @@ MISTAKES = {
     "no such head": ("--head nowhere", "nowhere/config.json"),
     "a model for a head": (f"--head {PAIRS['demo'][0]}", "do not fit"),
     "another target's head": (f"--head {PAIRS['eagle3'][1]}", "do not fit"),
-    "another kind of model": (f"--checkpoint {QUANTIZED}", "_scale"),
+    "another kind of model": (f"--checkpoint {QUANTIZED}", "is of no LLaMA"),
     "a GGUF file": ("--checkpoint a.gguf", "is a GGUF file"),
     "prompt of one id": ("--prompt_ids 1", "2 to 2047 ids"),
     "prompt too long": ("--context 4 --prompt_ids 1,2,3,4,5", "2 to 3 ids"),
