@@ -199,10 +199,11 @@ class Cycle:
 
     def draft(self, cache: KVCache, state: DecodeState) -> tuple[DraftTree, Tensor | None]:
         """Propose a tree. Returns: the tree; Gumbel noise of the coming draws, [B, D+1, V]."""
-        rule, noise = self.noise(state, self.drafter.depth + 1)
+        rule, noise = self.noise(state, self.drafter.noise_rows or self.drafter.depth + 1)
         text = DecodedTokens(state.tokens, state.pos)
         inputs = DraftInputs(noise, text, rule, state.draws, cache=cache)
-        return self.drafter.propose(state.drafter_state, inputs), noise
+        tree = self.drafter.propose(state.drafter_state, inputs)
+        return tree, noise if tree.noise is None else tree.noise
 
     def noise(self, state: DecodeState, rows: int) -> tuple[SamplingTensors | None, Tensor | None]:
         """Return the rule of drafts and the Gumbel noise of the coming draws, [B, rows, V].
@@ -261,7 +262,8 @@ class Cycle:
         """Accept the deepest path of the target's own tokens. Returns: it, and the scores."""
         text = DecodedTokens(state.tokens, state.pos)
         tokens, scores = self.choose(state, text, tree, noise, features)
-        return self.backend.accept(tree, tokens, self.drafter.depth), scores
+        depth = min(self.drafter.depth, tokens.shape[1] - 1)
+        return self.backend.accept(tree, tokens, depth), scores
 
     def choose(
         self,

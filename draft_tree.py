@@ -150,6 +150,7 @@ class DraftTree(NamedTuple):
     # 0: the root, or a node that did not run
     ran_index: Tensor | None = None
     extra: Any = None  # of the drafter, for a cycle of its own
+    noise: Tensor | None = None  # [B, R, V] fp32, of its depths' draws, if the drafter made it
 
     def for_cpp(self) -> tuple[Tensor, ...]:
         """Return the operands of `accept` in C++."""

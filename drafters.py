@@ -5,8 +5,7 @@ both as steps with static shapes over a state of its own, a NamedTuple of tensor
 - `Drafter`, the protocol of the loop, and `RootOnly`, which proposes nothing: vanilla decoding;
 - `TreeDrafter`, which grows static or dynamic trees from the scores of the token after a node.
 
-Drafters of trees of different sizes over one state are presets. The host picks one before every
-cycle; a wrong pick costs only time.
+Drafters of trees of several sizes over one state are presets; the host picks one for a cycle.
 To add a drafter: subclass one, write a `load_method` that returns its `DraftMethod`
 (run/observer.py), and add its module to `DRAFTERS` (drafts/methods.py).
 """
@@ -62,6 +61,8 @@ class Drafter:
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs are appended to the features
     layers: nn.ModuleList | None = None  # its transformer layers
     backend: Backend = TORCH  # as the target's
+    source: str = ""  # of its drafts, for a person; "": that of the way to draft
+    noise_rows: int = 0  # of `DraftInputs.noise`, where it makes further ones; 0: one a depth
 
     def use(self, backend: Backend) -> None:
         """Run the functions of a backend. Writes: `backend`, also of modules and drafters in it."""
@@ -82,10 +83,7 @@ class Drafter:
         return state
 
     def rewind(self, state: Any, length: Tensor) -> Any:
-        """Forget all but the first `length` tokens, [B] int64.
-
-        At least one confirmed token follows before the next tree.
-        """
+        """Forget all but the first `length` tokens, [B]. One at least follows before a tree."""
         return state
 
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
@@ -172,9 +170,7 @@ def planned(tree: DynamicTree | StaticTree, device: torch.device | str) -> Dynam
 class TreeDrafter(Drafter):
     """Grows static or dynamic trees. Subclasses give `root_output`, `forward_nodes` and `logits`.
 
-    A node's children are the top-k of its scores. When sampling, the scores carry the noise with
-    which the target will sample at that draw: the likeliest child is the one favoured by the noise.
-    A child adds log softmax(c scores) to its path's value; c, the sharpness, is fitted per head.
+    A node's children are the top-k of its `Scores`, whose sharpness is fitted per head.
     """
 
     levels: int = MAX_NODES  # that it can draft
@@ -192,14 +188,15 @@ class TreeDrafter(Drafter):
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
-        children: how they are chosen where a batch samples. "topk": top-k of the drafter's
-            logits; "noise": top-k of logits + T * the shared noise; "sampled": by `sampler`
+        children: of a batch that samples, "topk" of the logits, of logits + T * the shared
+            "noise", or "sampled" by `sampler`
         vocab: default: the target's
         """
         self.sharpness = sharpness
         self.children = children
         self.sampler: Any = None  # draws the children itself (drafts/residual.py)
         self.graft: Any = None  # adds candidates (drafts/ngram_draft.py)
+        self.growth: Any = None  # decides, level by level, which nodes pay (drafts/by_value.py)
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
         self.device = target.norm.weight.device
         self._set_tree(planned(tree, self.device))
@@ -229,10 +226,7 @@ class TreeDrafter(Drafter):
         return replace_fields(state, length=length)
 
     def root_output(self, state: Any, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
-        """Return the root's output, [B, 1, F], and the first scratch slot, [B].
-
-        That slot is also the position of the root's children.
-        """
+        """Return the root's output, [B, 1, F], and the first scratch slot, of its children."""
         raise NotImplementedError
 
     def forward_nodes(
@@ -256,8 +250,7 @@ class TreeDrafter(Drafter):
     def propose(self, state: Any, inputs: DraftInputs) -> DraftTree:
         """Grow a tree: score the frontier's children, pick the next frontier, run it.
 
-        All scored children are candidates; the best of them, or those of the tree's shape, become
-        nodes at the end.
+        Of all scored children the best, or those of the tree's shape, become nodes.
         Writes: scratch slots of the cache. Source: EAGLE-2 (arXiv 2406.16858) 4.
         """
         out, first_slot = self.root_output(state, inputs)  # [B, 1, F]
@@ -265,7 +258,8 @@ class TreeDrafter(Drafter):
         levels: list[Candidates] = []
         expanded: list[Tensor] = []  # per level, the flat indices of the nodes that ran
         frontier = None  # the root
-        for number, level in enumerate(self.tree.plan):
+        growth = self.growth
+        for number, level in enumerate(self.tree.plan if growth is None else growth.plan()):
             if self.sampler is not None and inputs.sampling is not None:
                 scores = self.sampler.draw(self, out, number, inputs)
             else:
@@ -273,17 +267,20 @@ class TreeDrafter(Drafter):
             candidates, frontier = self.backend.expand_frontier(scores, frontier, level)
             scored.append(scores)
             levels.append(candidates)
-            if level.count:
+            if growth is not None:
+                frontier = growth.cut(candidates, frontier)
+            if level.count and frontier is not None:
                 expanded.append(frontier.index)
                 if inputs.guide is not None:
                     frontier = inputs.guide.descend(frontier)
-                places = (first_slot, number, level.count, level.first_slot)
+                places = (first_slot, number, frontier.index.shape[1], level.first_slot)
                 slots, _, positions = self.backend.place_tokens(*places)
                 window = Window(slots, first_slot, frontier.seen)
                 out = self.forward_nodes(state, frontier, out, positions, window)  # [B, R, F]
         if self.graft:
             levels = self.graft.add(levels, inputs.text, self.backend)
-        tree = self.backend.select_nodes(levels, expanded, self.tree.nodes, self.depth, inputs.text)
+        nodes = self.tree.nodes if growth is None else growth.count()
+        tree = self.backend.select_nodes(levels, expanded, nodes, self.depth, inputs.text)
         return tree if self.sampler is None else self.sampler.attach(tree, scored)
 
     def score_children(self, out: Tensor, level: int, inputs: DraftInputs) -> Scores | Children:
@@ -294,5 +291,5 @@ class TreeDrafter(Drafter):
         if self.children != "noise" or inputs.sampling is None:
             return Scores(z, self.sharpness, self.vocab.ids)
         z = inputs.sampling.cut(z, self.backend)
-        noise = (inputs.noise, level, inputs.sampling.temperature)
-        return Scores(z, self.sharpness, self.vocab.ids, *noise)
+        rows = (inputs.noise, level) if self.growth is None else (self.growth.noise_at(level), 0)
+        return Scores(z, self.sharpness, self.vocab.ids, *rows, inputs.sampling.temperature)

@@ -42,7 +42,7 @@ NAMES = (
     *("linear", "matmul", "router_logits"),
     *("route", "experts_linear", "experts_matmul", "experts_bias"),
     # lookups of drafts/
-    *("keep_rows", "ngram_match", "ngram_draft", "add_chains"),
+    *("ngram_match", "ngram_draft", "add_chains"),
     # whole passes, and the machine
     *("model_program", "head_program", "merges_steps", "device_time"),
 )

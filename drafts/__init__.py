@@ -2,8 +2,7 @@
 
 # functions that a backend may have for drafters of this folder, which else run their own code
 OF_BACKENDS = {
-    name: f"drafts.operators:{name}"
-    for name in ("add_chains", "keep_rows", "ngram_draft", "ngram_match")
+    name: f"drafts.operators:{name}" for name in ("add_chains", "ngram_draft", "ngram_match")
 }
 NEEDS = ("files", "run")
 ADDS = {
@@ -14,8 +13,7 @@ ADDS = {
         "shaping": "drafts.shaping:Shaping",
         "shaped cycle": "drafts.shaping:ShapedCycle",
         "residual": "drafts.residual",
-        "resting": "drafts.deferred:RestingDrafter",
-        "auto": "drafts.auto_trees",
+        "auto": "drafts.ngram_draft",
         "random model": "drafts.random_model:target_source",
         "parallel eagle": "drafts.parallel_eagle:ParallelEagleDrafter",
     },

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree
 from drafters import Drafter, DrafterUpdate, DraftInputs
-from drafts.presets import FixedShape
+from drafts.recycling_draft import FixedShape
 from model import Transformer
 from options import require
 from run.observer import DraftMethod

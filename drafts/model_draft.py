@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draft_tree import DraftTree, DynamicTree, Frontier, StaticTree
 from drafters import DrafterUpdate, DraftInputs, DraftState, DraftVocab, RootOnly, TreeDrafter
-from drafts.presets import PresetPolicy
+from drafts.by_value import ByValue
 from files.checkpoint import WeightFiles, saved_quantization
 from files.config import read_config, read_raw
 from files.head_kinds import head_kind
@@ -84,7 +84,7 @@ class ModelDrafter(TreeDrafter):
         """Return the way to draft: past the draft model's own context, no tree is drafted."""
         if self.reach is None:
             return DraftMethod((self,))
-        policy = PresetPolicy(reach=self.reach)
+        policy = ByValue(reach=self.reach, chooses=False)
         return DraftMethod((RootOnly(), self), tree_options(self), policy=policy)
 
     def use(self, backend: Backend) -> None:

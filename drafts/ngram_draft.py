@@ -8,7 +8,7 @@
 3. The continuations become a tree in which equal prefixes share nodes.
 4. How probable its nodes are is learnt from the tokens that the target decides
    (ngram_estimates.py). `NgramDrafter` has trees of several sizes, with expected tokens before they
-   run, so that the tree policy picks a size, or none, for every pass (autosize.py).
+   run, so that the tree policy picks a size, or none, for every pass (by_value.py).
 
 It needs no model. A cycle without a tree costs vanilla's time and these steps, at its end.
 Source: prompt lookup (Saxena 2023; transformers' `prompt_lookup_num_tokens` 10), here as a tree.
@@ -30,10 +30,9 @@ from torch import Tensor
 
 from draft_tree import MAX_NODES, Candidates, DecodedTokens, DraftTree
 from drafters import DrafterUpdate, DraftInputs, TreeDrafter
-from drafts.autosize import AutoTrees
+from drafts.by_value import ByValue, PresetDrafter, beside
 from drafts.kept_texts import texts_for
 from drafts.ngram_estimates import DEPTHS, RATES, Lookup, estimate, learn
-from drafts.presets import PresetDrafter, PresetPolicy
 from model import Transformer
 from options import require
 from reference import TORCH, Backend, joined
@@ -224,7 +223,7 @@ class NgramDrafter(PresetDrafter):
         return other
 
     def method(self) -> DraftMethod:
-        return DraftMethod(self.presets, self.resolved_options(), policy=AutoTrees(self, self.kept))
+        return DraftMethod(self.presets, self.resolved_options(), policy=ByValue(self))
 
     def resolved_options(self) -> dict[str, Any]:
         return self.ngram.resolved_options()
@@ -266,6 +265,16 @@ class NgramDrafter(PresetDrafter):
         return self.backend.select_nodes([pool], (), self.size - 1, self.depth, inputs.text)
 
 
+def with_trees(method: DraftMethod, target: Transformer, config: GenerateConfig) -> DraftMethod:
+    """Return a method that grows a tree as one whose trees are by value, or none.
+
+    On one CPU a head's method also has trees of a lookup.
+    """
+    kept = texts_for(config, target)
+    lookup = None if kept is None else NgramDrafter(Ngram(kept=kept))
+    return beside(method.presets[-1], lookup).method()
+
+
 def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> DraftMethod:
     """Make `--draft ngram`, or a head whose trees take looked-up tokens, too.
 
@@ -277,4 +286,4 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
         return NgramDrafter(ngram, target.norm.weight.device).method()
     drafter = heads.load_method(target, config, tokenizer).presets[-1]
     ngram.graft_on(drafter)
-    return DraftMethod((drafter,), tree_options(drafter), policy=PresetPolicy(kept))
+    return DraftMethod((drafter,), tree_options(drafter), policy=ByValue(kept=kept, chooses=False))

@@ -7,7 +7,7 @@ path, so that the sum over a tree's nodes is the number of accepted tokens that 
 CPU both are done by the C++ operator `ngram_draft`.
 Counted on recorded answers, a size picked for every pass by such estimates is worth more than any
 further source of candidates. Each sequence of a batch learns alone.
-Not here: the search (ngram_draft.py), the choice of a size (autosize.py).
+Not here: the search (ngram_draft.py), the choice of a size (by_value.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Functions that a backend may have for drafters of this folder, which else run their own code.
-
-`keep_rows` serves deferred.py, the others lookups (ngram_draft.py).
-"""
+"""Functions that a backend may have for lookups (ngram_draft.py), which else run their own code."""
 
 from __future__ import annotations
 
-add_chains = keep_rows = ngram_draft = ngram_match = None
+add_chains = ngram_draft = ngram_match = None

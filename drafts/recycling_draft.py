@@ -24,9 +24,9 @@ from torch import Tensor
 
 from draft_tree import MAX_NODES, DraftTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
-from drafts.autosize import AutoTrees
-from drafts.presets import FixedShape, PresetDrafter, with_smaller
+from drafts.by_value import ByValue, PresetDrafter, with_smaller
 from model import Transformer
+from reference import ancestors
 from run.observer import DraftMethod, Observer
 from run.options import GenerateConfig
 
@@ -55,6 +55,21 @@ def recycling_paths(size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(paths[: size - 1])
 
 
+class FixedShape:
+    """The parents of a tree that has the same shape in every cycle."""
+
+    def __init__(self, parents: list[int], depth: int, device: torch.device | str):
+        """parents: node numbers, the root's 0; depth: a bound on that of any node"""
+        self.parents = torch.tensor([parents], device=device)  # [1, N]
+        self.depths, self.mask = ancestors(self.parents, depth)
+
+    def tree(self, tokens: Tensor, valid: Tensor) -> DraftTree:
+        """Return the tree of some tokens, [B, N] as `valid`."""
+        B = len(tokens)
+        related = (x.expand(B, *x.shape[1:]) for x in (self.parents, self.depths, self.mask))
+        return DraftTree(tokens, *related, valid)
+
+
 class RecyclingDrafter(PresetDrafter):
     """Proposes a static tree over the matrix of successors."""
 
@@ -62,6 +77,7 @@ class RecyclingDrafter(PresetDrafter):
         """matrix: [V + 1, RANKS] int64, from `empty_matrix`"""
         self.matrix = matrix
         self.tree = tree
+        self.paths = tree.paths
         self.depth = tree.depth
         self.size = tree.size
         self.width = tree.width
@@ -80,7 +96,7 @@ class RecyclingDrafter(PresetDrafter):
         ]
 
     def method(self) -> DraftMethod:
-        policy = AutoTrees() if self.smaller else Observer()
+        policy = ByValue() if self.smaller else Observer()
         return DraftMethod(self.presets, self.resolved_options(), policy)
 
     def extend(self, state: Any, update: DrafterUpdate) -> Any:

@@ -28,8 +28,7 @@ from safetensors.numpy import save_file
 
 from draft_tree import MAX_NODES, DraftTree
 from drafters import DraftInputs
-from drafts.autosize import AutoTrees
-from drafts.presets import PresetDrafter, with_smaller
+from drafts.by_value import ByValue, PresetDrafter, with_smaller
 from files.io import show_progress
 from files.untrusted import read_untrusted
 from model import Transformer
@@ -181,7 +180,7 @@ class RestDrafter(PresetDrafter):
         self.width = size - 1
 
     def method(self) -> DraftMethod:
-        policy = AutoTrees() if self.smaller else Observer()
+        policy = ByValue() if self.smaller else Observer()
         return DraftMethod(self.presets, self.resolved_options(), policy=policy)
 
     def propose_nodes(self, state: Any, inputs: DraftInputs) -> DraftTree:

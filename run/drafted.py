@@ -59,7 +59,6 @@ class Drafted(Observer):
 
     def __init__(self, engine: Engine):
         self.sources = [source_of(engine, preset) for preset in range(len(engine.presets))]
-        self.sizes = [drafter.size for drafter in engine.presets]
         batch = engine.config.batch_size
         self.marks = [DraftMarks() for _ in range(batch)]
         self.count = [0] * batch  # cycles of the answer
@@ -96,7 +95,7 @@ class Drafted(Observer):
             marks.passes += 1
             if source:
                 marks.lengths.append(drafted)
-            marks.rejected += max(self.sizes[result.preset] - 1 - result.length[seq], 0)
+            marks.rejected += max(result.update.tree.tokens.shape[1] - 1 - result.length[seq], 0)
 
     def after_prompt(self, seq: int, features: Tensor, root: int) -> None:
         self.marks[seq].sources.append("")

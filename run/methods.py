@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from files.head_kinds import MTP as MTP
-from options import added, load_part, part_or, present, require
+from options import added, load_part, present, require
 
 
 class DraftMethodSpec(NamedTuple):
@@ -70,9 +70,7 @@ def source_of(engine: Any, preset: int) -> str:
     drafter = engine.presets[preset]
     if drafter.size == 1:
         return ""
-    if isinstance(drafter, part_or("extension", "resting", ())):
-        return "lookup"
-    return known_drafters()[engine.option("draft") or "eagle"].source
+    return drafter.source or known_drafters()[engine.option("draft") or "eagle"].source
 
 
 def told_draft(engine: Any) -> str:

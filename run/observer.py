@@ -80,10 +80,10 @@ class Observer:
     may have further ones, which pick nothing.
     """
 
-    def on_engine_ready(self, engine: Any, time_presets: Callable[[], list[float]]) -> Observer:
+    def on_engine_ready(self, engine: Any, time_cycle: Callable) -> Observer:
         """Return the observer of a warm engine.
 
-        engine: `run.engine.Engine`; time_presets: returns the seconds of a cycle of each preset
+        engine: `run.engine.Engine`; time_cycle: `run.warm_up.time_cycle` of this engine
         """
         return self
 

@@ -221,13 +221,14 @@ class Session(Loop):
         state = self.state
         state.draws[seq] += kept - 1 - state.pos[seq]  # cycles advance both by the same numbers
 
-    def time_cycle(self, preset: int) -> float:
-        """Run a cycle of one preset, whatever it yields. Returns: its time (s)."""
+    def time_cycle(self, preset: int) -> TimedResult:
+        """Run a cycle of one preset, whatever it yields. Returns: it, with its seconds."""
         self.began_s = time.perf_counter()
         self._prepare(preset)
         result = self._launch(preset)
         result.read()
-        return self._seconds(result)
+        result.seconds = self._seconds(result)
+        return result
 
     def _seconds(self, result: TimedResult) -> float:
         """Return the time of a cycle: by the device's clock, where the host runs ahead of it."""

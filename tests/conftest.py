@@ -33,7 +33,7 @@ os.environ.setdefault(
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
     """A test's trees do not follow from those of another one."""
-    monkeypatch.setattr("drafts.remembered.folder", lambda: None)
+    monkeypatch.setattr("drafts.by_value.file_of", lambda engine: None)
 
 
 def pytest_collection_modifyitems(items):

@@ -40,7 +40,7 @@ from backends.weight import Weight
 from decode import build_cycles
 from draft_tree import Candidates, DecodedTokens, StaticTree
 from drafters import Drafter, TreeDrafter
-from drafts.autosize import AutoTrees
+from drafts.by_value import ByValue
 from drafts.residual import sample_children
 from drafts.shaping import ShapedRule, Shaping
 from eagle_draft import EagleHead, load_head
@@ -140,7 +140,7 @@ def engine_for(
     return build_cycles(replace(engine, policy=policy))
 
 
-class Scripted(AutoTrees):
+class Scripted(ByValue):
     """A policy of a test, which gives `pick`. Sessions share it, so that the test can look into it."""
 
     def __init__(self, kept: Any = None):
@@ -148,18 +148,18 @@ class Scripted(AutoTrees):
         self.warm = True
 
     def for_session(self) -> Scripted:
-        self.waiting, self.expected = 0, None
+        self.expected, self.behind = None, False
         return self
 
 
 class InTurn(Scripted):
-    """Every preset that makes sense, one after the other."""
+    """Every preset that makes sense, one after the other, and the largest between them."""
 
     cycles = 0
 
     def pick(self, limit: int) -> int:
         self.cycles += 1
-        return self.cycles % (limit + 1)
+        return limit if self.cycles % 2 else self.cycles // 2 % (limit + 1)
 
 
 def fresh(engine: Engine, captured: bool | None = None) -> Engine:

@@ -28,7 +28,6 @@ topk = _ops.topk.default
 advance = _ops.advance.default
 with_times = _ops.with_times.default
 causal = _ops.causal.default
-keep_rows = _ops.keep_rows.default
 ngram_match = _ops.ngram_match.default
 ngram_draft = _ops.ngram_draft.default
 add_chains = _ops.add_chains.default

@@ -479,38 +479,6 @@ at::Tensor with_times(const at::Tensor& facts, at::IntArrayRef times) {
 
 // ------------------------------------------------------------------------------------------ places
 
-// Computes `RestingDrafter.extend` of drafts/deferred.py: waiting token i goes to place
-// i % MAX_KEPT. kept: [B, MAX_KEPT + 1, F]; waiting, passed: [B]; features: [B, R, F]; count: [B].
-// Writes: kept, waiting and passed.
-void keep_rows(at::Tensor kept, at::Tensor waiting, at::Tensor passed, const at::Tensor& features,
-               const at::Tensor& count) {
-  TORCH_CHECK(kept.dim() == 3 && features.dim() == 3 && kept.is_contiguous() &&
-                  kept.size(2) == features.size(2) && kept.size(0) == features.size(0) &&
-                  kept.scalar_type() == features.scalar_type(),
-              "the rows that wait must be like the new ones");
-  const int64_t B = features.size(0);
-  const int64_t R = features.size(1);
-  const int64_t places = kept.size(1);
-  const int64_t room = places - 1;
-  const int64_t bytes = features.size(2) * features.element_size();
-  const Whole rows(count, {B}, "count");
-  const Whole before(waiting, {B}, "waiting");
-  TORCH_CHECK(waiting.is_contiguous() && passed.is_contiguous() &&
-                  passed.sizes() == waiting.sizes() && passed.scalar_type() == at::kLong,
-              "waiting and passed must be like each other, in one piece");
-  const at::Tensor of = features.contiguous();
-  for (int64_t b = 0; b < B; b++) {
-    const int64_t real = within(rows[b], R + 1, "a count");
-    TORCH_CHECK(before[b] >= 0 && room > 0, "no row can wait");
-    const char* from = static_cast<const char*>(of.const_data_ptr()) + b * R * bytes;
-    char* to = static_cast<char*>(kept.mutable_data_ptr()) + b * places * bytes;
-    for (int64_t i = std::max<int64_t>(0, real - room); i < real; i++)
-      std::memcpy(to + (before[b] + i) % room * bytes, from + i * bytes, bytes);
-    out(waiting)[b] += real;
-    out(passed)[b] += R;
-  }
-}
-
 // Computes `place_tokens` of reference.py. depths: [B, T]; none: `depth` of all tokens.
 // Returns: slots [B, T], start [B] and positions [B, T].
 Tensors<3> place_rows(const at::Tensor& pos, const Optional& done, const Optional& depths,
@@ -570,9 +538,6 @@ OPERATORS(m) {
       "Tensor roots, Tensor path, Tensor length, Tensor emitted, Tensor ends, Tensor features, "
       "str[] columns) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", cpu(advance));
   m.def("with_times(Tensor facts, int[] times) -> Tensor", cpu(with_times));
-  m.def(
-      "keep_rows(Tensor(a!) kept, Tensor(b!) waiting, Tensor(c!) passed, Tensor features, "
-      "Tensor count) -> ()", cpu(keep_rows));
   m.def(
       "place_rows(Tensor pos, Tensor? done, Tensor? depths, int rows, int slot, int depth) "
       "-> (Tensor, Tensor, Tensor)", cpu(place_rows));

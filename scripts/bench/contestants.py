@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import build_cycles
-from drafts.presets import PresetPolicy
+from drafts.by_value import ByValue
 from drafts.random_model import raw_config
 from model import DTYPES
 from run.engine import Engine
@@ -90,7 +90,7 @@ def with_config(engine: Engine, config: GenerateConfig) -> Engine:
     if engine.option("quant") != "none":  # as it was loaded
         config = replace(config, quant=engine.option("quant"))
     engine = with_draft(engine, config, str(engine.device))
-    if isinstance(engine.policy, PresetPolicy):
+    if isinstance(engine.policy, ByValue):
         engine.policy.kept = None  # every prompt is the first request
     return warm_up(build_cycles(engine))
 

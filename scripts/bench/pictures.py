@@ -26,7 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drafts.presets import PresetPolicy
+from drafts.by_value import ByValue
 from files.io import write_text
 from options import require
 from run.engine import Engine
@@ -222,7 +222,7 @@ def record(config: RaceOptions) -> dict[str, Any]:
     engine = load(checkpoint=config.checkpoint, max_new_tokens=config.max_new_tokens)
     fault = f"{config.checkpoint} has no chat template; name another --checkpoint"
     require(engine.template is not None, fault)
-    if isinstance(engine.policy, PresetPolicy):
+    if isinstance(engine.policy, ByValue):
         engine.policy.kept = None  # else an answer would be found in that of the run before
     engines = dict(zip(TITLES, (without_draft(engine), engine)))
     runs = {title: partial(answered, one, config.prompt) for title, one in engines.items()}

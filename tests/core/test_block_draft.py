@@ -34,10 +34,9 @@ from block_files import (
 )
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
-from drafts.auto_trees import with_smaller_trees
-from drafts.autosize import accepted_of, shape_of
 from drafts.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
 from drafts.block_heads import BlockConfig
+from drafts.by_value import beside
 from drafts.level_draft import tree_of
 from drafts.residual import sample_children
 from helpers import (
@@ -348,12 +347,10 @@ def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
 
 
 def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
-    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_autosize.py)."""
+    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_by_value.py)."""
     target = golden_target(TARGET)
     config = BlockConfig(target.config, (2,), 16, 0, causal=True, predicts_next=False)
     drafter = BlockDrafter(BlockHead(config), target, DynamicTree(15, 4, 16))
-    presets = with_smaller_trees(drafter, target).presets
-    shapes = [tuple(shape_of(preset)) for preset in presets]
-    assert shapes == [(0, 0, 1), (1, 1, 2), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
-    # by exact counts over independent levels, a tree of 16 nodes keeps 3.0 of 15 drafted tokens
-    assert accepted_of(shape_of(presets[-1]), 0.25) == pytest.approx(3.0, rel=0.05)
+    presets = beside(drafter, grows=False).presets
+    shapes = [(preset.depth, preset.width, preset.size) for preset in presets]
+    assert shapes == [(0, 0, 1), (3, 1, 4), (7, 3, 8), (15, 4, 16)]

@@ -1,7 +1,7 @@
 """Cycles over fixed buffers: stored and copied tensors. No cycle waits for its own results.
 
 Compiled steps pass the cache's own buffers to the operator that finds them by their addresses.
-Tokens of captured cycles: test_autosize.py on the CPU, test_gpu.py with real graphs.
+Tokens of captured cycles: test_by_value.py on the CPU, test_gpu.py with real graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import run.clock
 from decode import REPORT, build_cycles
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
-from drafts.auto_trees import with_smaller_trees
+from drafts.by_value import beside
 from drafts.model_draft import ModelDrafter
 from eagle_draft import EagleDrafter
 from helpers import (
@@ -75,7 +75,7 @@ def sized_engine(temperature: float, version: int = 2, **options):
     head = golden_head(f"models/head_eagle{'3' if version == 3 else '12_mha'}", target)
     drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
     options = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True, **options}
-    return engine_for(target, with_smaller_trees(drafter, target), **options)
+    return engine_for(target, beside(drafter, grows=False), **options)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -126,7 +126,7 @@ def test_prompts_run_in_passes_of_two_widths():
     session = decode(fresh(engine, captured=True), *prompts)
     assert session.history == want
     ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
-    runs = {(width, seq, SamplingMode.GREEDY, 3) for width, seq in ((256, 0), (64, 0), (64, 1))}
+    runs = {(width, seq, SamplingMode.GREEDY, 2) for width, seq in ((256, 0), (64, 0), (64, 1))}
     assert ran == runs, "width, sequence, mode, preset"
 
 

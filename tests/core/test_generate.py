@@ -19,7 +19,6 @@ import torch
 
 import runtime
 from backends.library import has_cpu_operators
-from drafts.autosize import Autosizer
 from helpers import GOLDEN, refused, slow
 from run import warm_up
 from run.generate import encode, generate, load, main, stream
@@ -348,8 +347,8 @@ def test_a_model_without_a_head_has_the_lookup():
 def test_no_clock_decides_under_the_residual_rule():
     """Its tokens follow the tree, so that the same command must verify the same trees."""
     options = {"checkpoint": TARGET, "device": "cpu", "draft": "ngram", "compile": True}
-    assert isinstance(load(**options).policy.sizer, Autosizer)
-    assert load(**options, accept="residual", temperature=1.0).policy.sizer is None
+    assert load(**options).policy.costs is not None
+    assert load(**options, accept="residual", temperature=1.0).policy.costs is None
 
 
 def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):

@@ -21,7 +21,6 @@ import run.generate as program  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
 from drafts import guided_draft  # noqa: E402
-from drafts.autosize import Autosizer, CostModel, TreeShape  # noqa: E402
 from drafts.grammar import MOST_BYTES, STYLE, Grammar, _vocabulary  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import (  # noqa: E402
@@ -140,14 +139,6 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
     assert count > 20
     cycles = result.stats["cycles"]  # the first token comes with the prompt
     assert cycles == {"none": count - 1, "model": -(-(count - 1) // 4)}.get(draft, 1)
-
-
-def test_forced_tokens_below_a_tree_leave_its_misses_a_share():
-    shapes = [TreeShape(0, 0, 1), TreeShape(3, 1, 4)]
-    sizer = Autosizer(shapes, CostModel.fresh(shapes), 0.1)
-    for _ in range(50):
-        sizer.observe(1, 20.0, 0.01)
-    assert 0 <= sizer.known.miss < 0.1 and sizer.tokens(1) > 10
 
 
 def test_a_run_longer_than_a_tree():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch
 from draft_tree import DecodedTokens, DynamicTree
 from drafters import RootOnly
 from drafts import ngram_draft
+from drafts.by_value import ByValue
 from drafts.kept_texts import RUN, PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter
-from drafts.presets import PresetPolicy
 from eagle_draft import EagleDrafter
 from helpers import (
     PROMPTS,
@@ -27,7 +28,7 @@ from run.generate import load
 from run.observer import DraftMethod, Observer
 from run.options import DEMO
 from run.session import Session
-from run.warm_up import _prefill_each_width
+from run.warm_up import _prefill_each_width, time_cycle
 
 
 def texts_of(kept: PastTexts) -> list[list[int]]:
@@ -78,7 +79,7 @@ def check_warm(kind: str, temperature: float, batch: int) -> None:
     if kind == "grafted":
         tree, ngram = DynamicTree(3, 4, 24), Ngram(6, 2, kept=kept)
         drafter = ngram.graft_on(EagleDrafter(golden_head(), golden_target(), tree))
-        method = DraftMethod((drafter,), policy=PresetPolicy(kept))
+        method = DraftMethod((drafter,), policy=ByValue(kept=kept, chooses=False))
     engine = engine_for(golden_target(), method.presets[-1], method, **options)
     cycles = []
     for _ in range(3):  # with a text that helps, one that does not, and in used buffers
@@ -128,7 +129,8 @@ def test_warming_up_keeps_nothing():
     engine = replace(engine, policy=drafter.method().policy)  # cold
     _prefill_each_width(engine)
     assert not kept.texts
-    warm = replace(engine, policy=engine.policy.on_engine_ready(engine, list))
+    timed = partial(time_cycle, engine)
+    warm = replace(engine, policy=engine.policy.on_engine_ready(engine, timed))
     _prefill_each_width(warm)
     assert kept.texts
 

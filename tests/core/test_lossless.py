@@ -29,7 +29,7 @@ from decode import build_cycles
 from draft_tree import EAGLE1_PATHS, DraftTree, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import Drafter, DrafterUpdate, DraftInputs, DraftVocab, RootOnly
-from drafts.auto_trees import with_smaller_trees
+from drafts.by_value import beside
 from drafts.model_draft import ModelDrafter
 from drafts.ngram_draft import Ngram, NgramDrafter
 from drafts.rest_draft import Datastore, vocabulary_of
@@ -144,7 +144,7 @@ def make(name: str, children: str = "noise", model: str = "llama") -> Drafter:
     if who == "none":
         return RootOnly()
     if who == "auto":
-        return with_smaller_trees(make(tree, children, model), golden_target(MODELS[model][0]))
+        return beside(make(tree, children, model))
     if who == "trimmed" and tree in TREES:
         return drafter_for(TREES[tree], children, model, EVEN)
     if who == "ngram":

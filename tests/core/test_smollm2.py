@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafts.presets import PresetPolicy
+from drafts.by_value import ByValue
 from files.io import is_gguf
 from helpers import slow
 from run.generate import Batch, compare, generate, load
@@ -59,7 +59,7 @@ def test_drafting_changes_no_token(smollm2, quant, temperature):
         max_new_tokens=12,
         compile=True,
     )
-    engine = replace(engine, policy=PresetPolicy())  # drafts, whether it pays or not
+    engine = replace(engine, policy=ByValue())  # drafts, whether it pays or not
     drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
     assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0
     assert max(drafted.stats["accept_lengths"]) > 0

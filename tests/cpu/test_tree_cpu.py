@@ -21,8 +21,7 @@ import reference
 from backends.library import has_cpu_operators
 from decode import REPORT, DecodeState
 from draft_tree import Candidates, DecodedTokens, Frontier, Level, Scores
-from drafters import DrafterUpdate, RootOnly
-from drafts.deferred import MAX_KEPT, LazyState, RestingDrafter
+from drafters import DrafterUpdate
 from drafts.kept_texts import PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from drafts.ngram_estimates import RATES, Rates
@@ -329,28 +328,6 @@ def test_places(batch):
             for back in (0, 1, 30):  # no slot is below 0
                 inputs = start, rows, back
                 assert_equal(OURS.causal(*inputs), TORCH.causal(*inputs))
-
-
-@pytest.mark.parametrize("rows", [1, 5, MAX_KEPT, MAX_KEPT + 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_wait(dtype, rows):
-    torch.manual_seed(rows)
-    for _ in range(10):
-        facts, count = (whole(60, 3), whole(9, 3)), whole(rows + 1, 3)
-        features = torch.randn(rows, 3, 6).to(dtype).transpose(0, 1)
-        kept = torch.randn(3, MAX_KEPT + 1, 6).to(dtype)
-        new = DrafterUpdate(whole(9, 3, rows + 1), features, count)
-        ours, theirs = (
-            RestingDrafter.extend(
-                SimpleNamespace(lookup=RootOnly(), backend=backend),
-                LazyState((), kept.clone(), *map(torch.clone, facts)),
-                new,
-            )
-            for backend in (OURS, TORCH)
-        )
-        assert_equal(ours[2:], theirs[2:])
-        # one place is spare
-        assert torch.equal(ours.features[:, :MAX_KEPT], theirs.features[:, :MAX_KEPT])
 
 
 # ------------------------------------------------------------------------------------------- lookup

@@ -32,8 +32,7 @@ from decode import build_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafter_files import write_drafter
 from drafters import RootOnly
-from drafts.auto_trees import with_smaller_trees
-from drafts.autosize import Autosizer, AutoTrees
+from drafts.by_value import ByValue, beside
 from drafts.noise import uniforms
 from eagle_draft import EagleDrafter, load_head
 from files.config import read_config
@@ -713,12 +712,12 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     head = load_head(GOLDEN / "models/head_eagle12_mha", target)
     config = golden_config(temperature, max_new_tokens=100, batch_size=batch)
     vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
-    drafter = with_smaller_trees(EagleDrafter(head, target, DynamicTree(4, 5, 20)), target)
+    drafter = beside(EagleDrafter(head, target, DynamicTree(4, 5, 20)))
     config = replace(config, compile=True)
-    policy = AutoTrees()
+    policy = ByValue()
     drafted = Engine(target, drafter.presets, 256, config=config, policy=policy)
     engine = warm_up(build_cycles(drafted))
-    assert engine.captured and isinstance(engine.policy.sizer, Autosizer)
+    assert engine.captured and engine.policy.costs is not None
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
         session = Session(engine, [(i, 0) for i in range(batch)])

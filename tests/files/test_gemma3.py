@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from drafts.presets import PresetPolicy
+from drafts.by_value import ByValue
 from family_checks import (
     FORMS,
     assert_drafts_as_vanilla,
@@ -377,6 +377,6 @@ def test_the_real_file(gemma3_file):
 def test_lookups_change_no_token_of_the_real_file(gemma3_file, temperature):
     options = {"temperature": temperature, "draft": "ngram", "max_new_tokens": 24}
     engine = load(checkpoint=str(gemma3_file), **options)
-    engine = replace(engine, policy=PresetPolicy())  # drafts, whether it pays or not
+    engine = replace(engine, policy=ByValue())  # drafts, whether it pays or not
     drafted, outcome = compare(Batch(engine, ["one two three one two three one two"]))
     assert outcome["identical"] == 1.0 and max(drafted.stats["accept_lengths"]) > 0

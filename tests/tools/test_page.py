@@ -15,7 +15,7 @@ pytest.importorskip("openai")
 from test_serve import PROMPT, Running, wait_for  # noqa: E402
 
 from browser import Browser, chromium  # noqa: E402
-from drafts.presets import PresetPolicy  # noqa: E402
+from drafts.by_value import ByValue  # noqa: E402
 from run.generate import generate, load  # noqa: E402
 from run.options import DEMO  # noqa: E402
 from server import app as serve  # noqa: E402
@@ -30,7 +30,7 @@ def running():
     """A server that drafts, whether it pays on this machine or not."""
     load_engine = serve.load_engine
     with pytest.MonkeyPatch.context() as patch:
-        drafts = {"policy": PresetPolicy()}
+        drafts = {"policy": ByValue()}
         patch.setattr(serve, "load_engine", lambda config: replace(load_engine(config), **drafts))
         running = Running("--temperature", "0", "--ignore_eos")
     yield running
