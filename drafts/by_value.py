@@ -63,9 +63,7 @@ from run.resolved import tree_options
 from runtime import copy_into, replace_fields
 
 GAIN = 1 / 16  # of decaying factors: they follow a machine within 0.1 s, in cycles of 5 ms
-MEMORY = (
-    32  # tokens that acceptance follows, a head's record among them: it varies by 0.1 by prompt
-)
+MEMORY = 32  # tokens that acceptance follows, the record too: it varies by 0.1 between prompts
 HIT = 0.75  # share of tokens that a chain of a head without a record hits: EAGLE-1 (2401.15077)
 REST = 64  # cycles that a drafter rests; 4 trials behind, of 8 % each (a head's passes), lose 0.5 %
 ROUNDS = 3  # of measurements: a slow moment of a shared machine lasts less than two (4 ms slices)
