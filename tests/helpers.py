@@ -290,17 +290,6 @@ def run_in_interpreter(cases: list[Path], passed: str) -> None:
     )
 
 
-def check_product_fits(case):
-    """A `Case` of compiled_kernels.py has no fault (`fault_of` there): it fits its target, keeps everything in registers,
-    cannot race, and multiplies on tensor cores unless in fp32.
-    """
-    from compiled_kernels import fault_of, product_source, resources  # needs Triton
-
-    source, cut = product_source(case)
-    found = resources(case.target, source)
-    assert fault_of(case, found) == "", (case, cut, found)
-
-
 def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
     """Run a target and record the input of each block.
 

@@ -1,9 +1,12 @@
 """The Triton kernels of the decode cycle, run by Triton's interpreter on the CPU; test_interpreter.py runs this file.
 
+1. Rows of cases/functions.py by the functions of CUDA's backend, whose operators run their kernels here.
+2. What the interpreter tells of the bits: those of a row alone, of chains and trees.
 As interpreter_products.py, in fp32 and in a process of their own; compaction, which moves bits, in every dtype.
 """
 
-import itertools
+import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,21 +16,21 @@ import backends.attention
 import backends.triton.attention
 import backends.triton.compact
 import backends.triton.ngram
-import backends.triton.noise
+import backends.triton.operators
+import backends.triton.qmatmul
 import backends.triton.rotary
 import backends.triton.topk
 import backends.triton.tree
 import interpreted  # noqa: F401
 import reference
+from backends.library import lib
 from backends.triton.launch import SPLIT_TOKENS, Device
-from draft_tree import Children, DecodedTokens, Level, Scores
+from draft_tree import Children, Level, Scores
 from drafts.block_draft import slide
-from drafts.ngram_draft import Ngram, lookup
+from functions import ROWS, Row, assert_same, best_by_sorting, leaves, mapped, run
 from helpers import slow, with_head_norms
-from kv_cache import KVCache
-from model import ModelConfig
 from models.operators import sliding
-from reference import rope_angles
+from reference import TORCH, choose, rope_angles
 from windows import KINDS, expected, random_step
 
 DEVICE = Device(132, 232448, 90)
@@ -71,6 +74,65 @@ def check(q, k, v, start, mask):
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+# ----------------------------------------------------------------------------------- rows of the table
+
+# a function of a row -> the operators that it runs, and how many of its cases
+OPERATORS = {
+    "gumbel": ("gumbel_noise", 10), "best": ("topk_logsumexp", 4), "topk": ("topk_logsumexp", 8),
+    "select_nodes": ("best_nodes link_nodes", 12), "compact": ("compact", 15), "rms_norm": ("norm", 2),
+    "attention": ("tree_attention", 6), "ngram_match": ("longest_matches", 10),
+}  # fmt: skip
+HERE = [row for row in ROWS if row.name in OPERATORS]
+CUDA = choose(torch.device("cuda"), torch.float32)  # its plain operators are replaced
+for names, _ in OPERATORS.values():
+    for name in names.split():
+        kernel = backends.triton.operators.ON_CUDA[name]
+        lib.impl(name, kernel, "CPU", allow_override=True)
+NEAR = {torch.float32: (5e-6, 5e-6)}
+
+
+@pytest.fixture(autouse=True)
+def _a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(backends.triton.qmatmul, "device_of", lambda _: DEVICE)
+    monkeypatch.setattr(backends.triton.attention, "counters", lambda _: torch.zeros(128).int())
+    monkeypatch.setattr(backends.triton.ngram, "BLOCK", 16)  # places in many tiles
+    monkeypatch.setattr(backends.triton.tree, "MOST", 128)  # of nodes, numbered in several pieces
+
+
+def in_fp32(row: Row) -> list[tuple]:
+    """Return cases of a row, as many as there is time for: none with a cache in 8 bits, or of millions of numbers."""
+    random.seed(0), torch.manual_seed(0)
+
+    def fits(operands: tuple) -> bool:
+        tensors = leaves(operands)
+        coded = row.name != "compact" and any(x.dtype == torch.int8 for x in tensors)
+        counts = [x for x in operands if isinstance(x, int)]
+        return not coded and sum(x.numel() for x in tensors) < 60_000 and 50_000 not in counts
+
+    cases = [
+        mapped(x, lambda y: y.float() if y.is_floating_point() else y)
+        for x in row.cases()
+        if fits(x)
+    ]
+    count = OPERATORS[row.name][1]
+    return cases[:: max(1, len(cases) // count)][:count]
+
+
+@pytest.mark.parametrize("row", HERE, ids=[row.name for row in HERE])
+def test_a_function_is_its_definition(row):
+    cases = in_fp32(row)
+    assert len(cases) >= min(2, OPERATORS[row.name][1])
+    for operands in cases:
+        got = run(row, getattr(CUDA, row.name), operands)
+        want = run(row, row.definition or getattr(TORCH, row.name), operands)
+        sizes = [tuple(x.shape) for x in leaves(operands)]
+        try:
+            assert_same(got, want, NEAR)
+        except AssertionError as error:
+            raise AssertionError(f"{row.name}, operands {sizes}") from error
+
+
 # ---------------------------------------------------------------------------------------- attention
 
 
@@ -79,8 +141,7 @@ SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
 
 
 @pytest.mark.parametrize("heads,starts,rows,window,E", [
-    ("gqa", [37, 300], 10, 50, 32), ("mqa", LENGTHS, 7, 7, 32), ("mqa", LENGTHS, 1, 1, 32), ("gqa", [270, 33], 7, 9, 24),
-    ("wide", [37], 5, 7, 16),
+    ("mqa", LENGTHS, 7, 7, 16), ("gqa", [270, 33], 7, 9, 24),
     *slow([
         *((heads, LENGTHS, *shape, 32) for heads in HEADS for shape in SHAPES),
         *(("gqa", [270, 33], 7, 9, E) for E in (16, 64, 80, 128)),
@@ -90,26 +151,6 @@ SHAPES = [(1, 1), (1, 12), (7, 7), (10, 50)]  # rows, window
 ])  # fmt: skip
 def test_attention(heads, starts, rows, window, E):
     check(*inputs(heads, starts, rows, window, E))
-
-
-@pytest.mark.parametrize("heads,starts,rows,window", [
-    ("mqa", [37, 300], 1, 1), ("wide", [37], 5, 7),
-    *slow([("gqa", LENGTHS, 10, 50), ("gqa", [290], SPLIT_TOKENS + 1, SPLIT_TOKENS + 1)]),
-])  # fmt: skip
-def test_sinks(heads, starts, rows, window):
-    """A sink far above all scores, some among them, and one that counts for nothing."""
-    q, k, v, start, mask = inputs(heads, starts, rows, window)
-    sinks = torch.linspace(-3, 9, q.shape[2])
-    sinks[0] = -200
-    clean = [t.nan_to_num() for t in (k, v)]
-    want = reference.attention(q, *clean, start, mask, sinks=sinks)
-    got = attend(q, k, v, start, mask, sinks=sinks)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
-    E = q.shape[3]
-    without = attend(q, k, v, start, mask)
-    assert torch.equal(got[..., :E], without[..., :E]) and not torch.equal(
-        got[..., E:], without[..., E:]
-    )
 
 
 def test_a_chunk_that_a_row_does_not_see():
@@ -141,7 +182,7 @@ def test_a_chain_has_the_bits_of_vanilla_decoding(in_order, heads, start):
     causal = torch.ones(12, 12).tril().bool()[None]
     chain = attend(q, k, v, torch.tensor([start]), causal)
     one = torch.ones(1, 1, 1, dtype=torch.bool)
-    for t in (0, 6, 11):
+    for t in (0, 11):
         assert torch.equal(
             attend(q[:, t : t + 1], k, v, torch.tensor([start + t]), one), chain[:, t : t + 1]
         ), t
@@ -233,7 +274,7 @@ def test_sliding_windows(in_order, kind, starts, heads, E, size):
 @pytest.mark.parametrize("causal, from_root", [
     (False, False), *slow([(False, True), (True, False), (True, True)]),
 ])  # fmt: skip
-def test_windows_of_blocks(in_order, causal, from_root):
+def test_windows_of_blocks(causal, from_root):
     """Positions of a block that see each other; no slot before their windows is read."""
     step = random_step("chain", [300, 5], HEADS["gqa"], 16)
     config = SimpleNamespace(sliding_causal=causal, window_from_root=from_root)
@@ -251,8 +292,7 @@ def test_windows_of_blocks(in_order, causal, from_root):
 
 
 @pytest.mark.parametrize("heads,E,normed", [
-    ("mha", 16, True), ("gqa", 80, False), ("mqa", 128, True), ("gqa", 16, True),
-    *slow(case for case in itertools.product(HEADS, (16, 80, 128), (False, True))),
+    ("mha", 16, True), ("gqa", 80, False), ("mqa", 128, True), *slow([("gqa", 16, True), ("mha", 80, True)]),
 ])  # fmt: skip
 def test_rotary_cache(heads, E, normed):
     """Two rows of the batch, in slots that lie apart; everything else in the cache stays."""
@@ -270,61 +310,6 @@ def test_rotary_cache(heads, E, normed):
     assert torch.equal(ours[1], theirs[1])  # values are moved as they are
 
 
-# -------------------------------------------------------------------------------------------- top-k
-
-
-def best(scores, k):
-    """By value, then by index: a stable sort, and the logarithm of the sum in fp64."""
-    values, index = scores.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k], index[..., :k], scores.double().logsumexp(-1, keepdim=True).float()
-
-
-def check_topk(scores, k):
-    got, want = backends.triton.topk.topk_logsumexp(scores, k), best(scores, k)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("greedy", [None, torch.tensor([False, True, False])], ids=str)
-@pytest.mark.parametrize("domain", [0, 2])
-def test_gumbel_noise(greedy, domain):
-    """Of keys and draws at the edges of 32 bits; the last block is not full."""
-    keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
-    rest = (torch.tensor([0, 1, 2]), greedy, torch.tensor([0, 9, 2**30 - 3]), 3, 1501, domain)
-    got = backends.triton.noise.gumbel(*keys, *rest)
-    want = reference.gumbel(*keys, *rest)
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
-    assert greedy is None or not got[1].any()
-
-
-@pytest.mark.parametrize(
-    "V,k", [(16, 16), (2047, 16), (2049, 10), (4097, 1), *slow([(16, 1), (2048, 10), (32000, 10)])]
-)
-def test_topk(V, k):
-    check_topk(torch.randn(2, 2, V) * 10, k)
-
-
-def test_ties_go_to_the_lowest_index():
-    check_topk(torch.randint(-2, 3, (2, 2500)).float(), 16)
-    zeros = torch.zeros(1, 4100)
-    zeros[:, ::2] = -0.0
-    assert backends.triton.topk.topk_logsumexp(zeros, 5)[1].tolist() == [[0, 1, 2, 3, 4]]
-
-
-def test_infinite_scores():
-    """Scores cut by top-p are minus infinity: here all but a few, and in the last row all."""
-    scores = torch.full((3, 5000), float("-inf"))
-    scores[0, [7, 3000, 4999]] = torch.tensor([-1e30, 2.0, -3.0])
-    scores[1, 4000] = 1e30
-    check_topk(scores, 10)
-    check_topk(torch.tensor([[1.0, float("inf"), 2.0]]), 2)
-
-
-@pytest.mark.slow
-def test_scores_by_strides_and_the_largest_k():
-    check_topk(torch.randn(90, 2).T, backends.triton.topk.MOST)
-
-
 # ---------------------------------------------------------------------------------- levels of trees
 
 
@@ -337,7 +322,7 @@ def check_level(logits, k, count, places=None, ids=None, sharpness=1.5):
     tokens, scores, *none = backends.triton.topk.grow_level(
         found, torch.zeros(B, R), seen, Level(k, 0)
     )
-    ranked, columns, total = best(sharpness * logits, k)
+    ranked, columns, total = best_by_sorting(sharpness * logits, k)
     assert not any(x.numel() for x in none)
     assert torch.equal(tokens, (columns if ids is None else ids[columns]).flatten(1))
     torch.testing.assert_close(
@@ -378,100 +363,23 @@ def test_levels_of_given_places_and_tokens():
     check_level(torch.randn(2, 3, 310), 4, 5, places=torch.tensor([[0, 3, 4, 5, 11]]), ids=ids)
 
 
-# ----------------------------------------------------------------------------------- nodes of trees
+# ---------------------------------------------------------------------------------- nodes, compaction
 
 
-@pytest.mark.parametrize("B,P,count", [(1, 1, 1), (2, 10, 10), (2, 510, 59)])
-def test_best_nodes(B, P, count):
-    """Also with many equal ones, with few that are not cut away, and with none; -0 is 0."""
-    for values in (
-        torch.randn(B, P),
-        -torch.randint(0, 3, (B, P)).float(),
-        torch.full((B, P), float("-inf")),
-    ):
-        values[:, :: max(P // 4, 1)] *= 1e-45  # 0 or -0
-        assert torch.equal(
-            backends.triton.tree.best_nodes(values, count), reference.best_nodes(values, count)
-        )
-    values = torch.full((B, P), float("-inf"))
-    values[:, P // 2] = 2.0
-    assert torch.equal(
-        backends.triton.tree.best_nodes(values, count), reference.best_nodes(values, count)
-    )
-
-
-@pytest.mark.parametrize("B,P,N", [(1, 1, 2), (2, 10, 8), (2, 100, 33), (1, 510, 64)])
-@pytest.mark.parametrize("chain", [True, False])
-def test_related_nodes(monkeypatch, B, P, N, chain):
-    """Nodes chosen with all their parents: chains and random trees, numbered in several pieces."""
-    monkeypatch.setattr(backends.triton.tree, "MOST", 128)
-    chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(B)])
-    above = torch.arange(N - 1).expand(B, -1)
-    if not chain:
-        above = (torch.rand(B, N - 1) * torch.arange(1, N)).long()
-    nodes = torch.cat((torch.full((B, 1), -1), chosen), 1)
-    parents = torch.randint(-1, P, (B, P)).scatter(1, chosen, nodes.gather(1, above))
+@pytest.mark.parametrize("P,N", [(100, 33), (510, 64)])
+def test_chains_of_nodes(P, N):
+    """A path through all nodes, which the table's trees do not have; values that are cut away, and -0."""
+    chosen = torch.stack([torch.randperm(P)[: N - 1].sort().values for _ in range(2)])
+    above = torch.cat((torch.full((2, 1), -1), chosen), 1)[:, :-1]
+    parents = torch.randint(-1, P, (2, P)).scatter(1, chosen, above)
     got = backends.triton.tree.link_nodes(chosen, parents, N - 1)
     want = reference.link_nodes(chosen, parents, N - 1)
-    assert all(map(torch.equal, got, want)) and (not chain or want[2].max() == N - 1)
-
-
-# --------------------------------------------------------------------------------------- compaction
-
-
-def filled_cache(kv_heads, E, batch, slots, dtype=torch.float32):
-    """Three layers of random rows; some values are not numbers."""
-    config = ModelConfig(64, 3, kv_heads, kv_heads, E, 64, 9)
-    cache = KVCache.empty(config, batch, slots, dtype, "cpu")
-    for buffer in (*cache.k, *cache.v):
-        buffer.copy_(
-            torch.randn(buffer.shape).masked_fill(torch.rand(buffer.shape) < 0.1, float("nan"))
-        )
-    return cache
-
-
-def bits(buffers):
-    return [b.view(torch.int16 if b.element_size() == 2 else torch.int32).clone() for b in buffers]
-
-
-def check_compaction(cache, starts, paths):
-    """Every slot of every buffer, bit for bit."""
-    start, path, buffers = torch.as_tensor(starts), torch.as_tensor(paths), [*cache.k, *cache.v]
-    want = bits(buffers)
-    reference.compact(want, torch.empty(0), start, path)
-    backends.triton.compact.compact(buffers, cache.addresses, start, path)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(bits(buffers), want, strict=True))
-
-
-# rows past the accepted ones name themselves
-PATHS = {
-    "vanilla": [[0], [0], [0]],
-    "chain": [[0, 1], [0, 1], [0, 1]],
-    "overlapping": [[0, 2, 4, 6, 8], [0, 1, 3, 4, 8], [0, 4, 5, 6, 7]],
-    "of all lengths": [[0, 3, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6], [0, 2, 3, 5, 6, 7, 8]],
-    "backwards and repeated": [[3, 2, 1, 0], [8, 8, 8, 8], [1, 2, 3, 0]],
-    "long": [list(range(33)), [0, *range(2, 9), 8, *range(9, 33)], list(range(33))],
-}
-
-
-@pytest.mark.parametrize("name", PATHS)
-def test_compaction(name):
-    """Rows of different lengths, one of them exactly full."""
-    check_compaction(filled_cache(2, 32, 3, 45), [7, 0, 12], PATHS[name])
-
-
-HALF = torch.bfloat16
-SINGLE = torch.float32
-
-
-@pytest.mark.parametrize("kv_heads,E,dtype", [
-    (1, 16, SINGLE), (4, 80, torch.float16), (3, 128, HALF), (2, 256, SINGLE),
-    *slow([(1, 16, HALF), (4, 80, SINGLE), (3, 128, SINGLE), (2, 256, HALF), (2, 256, torch.float16)]),
-])  # fmt: skip
-def test_compaction_of_any_rows(kv_heads, E, dtype):
-    check_compaction(
-        filled_cache(kv_heads, E, 2, 30, dtype), [21, 4], [[0, 2, 5, 7, 8, 5], [0, 1, 3, 3, 4, 5]]
-    )
+    assert all(map(torch.equal, got, want)) and want[2].max() == N - 1
+    for values in (torch.full((2, P), float("-inf")), -torch.randint(0, 3, (2, P)).float()):
+        values[:, :: P // 4] *= 1e-45  # 0 or -0
+        values[:, P // 2] = 2.0
+        got = backends.triton.tree.best_nodes(values, N - 5)
+        assert torch.equal(got, reference.best_nodes(values, N - 5))
 
 
 def test_rows_that_stay_are_not_touched():
@@ -484,28 +392,3 @@ def test_rows_that_stay_are_not_touched():
     )
     before[1, :, 2] = before[1, :, 3]
     assert torch.equal(memory, before)
-
-
-def test_paths_by_strides():
-    path = torch.tensor(PATHS["overlapping"])[:, :3].T.contiguous().T
-    check_compaction(filled_cache(2, 16, 3, 12), torch.tensor([5, 3, 1, 9, 2, 9])[::2], path)
-
-
-# ------------------------------------------------------------------------------------------- lookup
-
-
-@pytest.mark.parametrize("vocab,C", [(1, 0), (2, 30), (40, 30), *slow([(5, 0), (10**6, 0)])])
-def test_lookup(monkeypatch, vocab, C):
-    """Loops and texts without a match; roots at both ends; places in many tiles; separators, token 0, text behind roots."""
-    monkeypatch.setattr(backends.triton.ngram, "BLOCK", 16)
-    pos = torch.tensor([0, 16, 49])
-    text = torch.randint(0, vocab, (len(pos), 50))
-    kept = None
-    if C:
-        kept = SimpleNamespace(tokens=torch.randint(-1, vocab, (C,)))
-        kept.tokens[-1] = -1
-    for ngram in (Ngram(kept=kept), Ngram(3, 2, 4, 2, kept)):
-        want = lookup(DecodedTokens(text, pos), ngram)
-        sizes = (ngram.tokens, ngram.branches, ngram.min, ngram.max)
-        got = backends.triton.ngram.ngram_match(text, pos, kept and kept.tokens, *sizes)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))

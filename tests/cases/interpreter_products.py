@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("form,rows", [  # tiles are the same for every format, and for every group of int4
     *((form, rows) for form in ("int4-128", "int8") for rows in (1, 26, 70)),
     ("int4-64", 5), ("int4-32", 26), ("int4-64-zeros", 70), ("float", 5), ("float", 70),
-    ("Q4_K", 26), ("Q5_K", 1), ("Q5_1", 26), ("Q6_K", 70), ("Q8_0", 5), ("Q4_0", 5), ("Q4_1", 5), ("Q5_0", 5),
+    ("Q4_K", 26), ("Q5_K", 1), ("Q5_1", 26), ("Q6_K", 33), ("Q8_0", 5), ("Q4_0", 5), ("Q4_1", 5), ("Q5_0", 5),
     *slow((form, rows) for form in ("float", "int4-128", "int8", *BLOCK_FORMS) for rows in (5, 16, 60, 64)),
     *slow((form, rows) for form in ("int4-64", "int4-32", "int4-64-zeros") for rows in (5, 26, 70)),
 ])  # fmt: skip
@@ -77,12 +77,12 @@ def test_splits_may_be_uneven(splits):
     *slow([("int4-128", 1), ("int8", 3), ("Q6_K", 1), ("Q8_0", 3), ("int8", 1), ("int4-64", 3), ("int4-32", 3), ("Q4_1", 1), ("Q5_0", 3), ("Q5_1", 3), ("Q5_K", 3)]),
 ])  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others(in_order, form, splits):
-    K = 768 if form.endswith("_K") else 896
-    weights = quantized(form, 70, K)
+    K = 768 if form.endswith("_K") else 640
+    weights = quantized(form, 40, K)
     x = torch.randn(64, K)
     whole = run(x, weights, splits)
     torch.testing.assert_close(whole, weights.reference(x), atol=1e-3, rtol=2e-5)
-    for rows in (1, 2, 15, 16, 17, 26, 33, 63):  # tiles of 16, of 32 and of 64 tokens
+    for rows in (1, 16, 17, 33):  # tiles of 16, of 32 and of 64 tokens
         assert torch.equal(run(x[-rows:].clone(), weights, splits), whole[-rows:]), rows
 
 

@@ -22,7 +22,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import helpers
 from backends.experts import experts_linear
-from backends.weight import grouped_reference, unpack
 from draft_tree import DynamicTree
 from drafters import RootOnly
 from drafts.ngram_draft import Ngram, NgramDrafter
@@ -39,6 +38,7 @@ from helpers import (
     golden_head,
     golden_target,
     rounded,
+    slow,
 )
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from quantize import FORMATS, Linear, Quantization
@@ -118,7 +118,7 @@ def test_registration():
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[COMPILER, pytest.mark.slow])]
 )
-@pytest.mark.parametrize("format", ["float", *FORMATS])
+@pytest.mark.parametrize("format", ["float", "int4", *slow(["int8"])])  # int8 is traced as int4 is
 def test_one_graph_for_every_routing(monkeypatch, backend, format):
     """Which experts are hit is data: it may not become a shape, or a guard, of the graph."""
     monkeypatch.setattr("backends.library._cpp_available", [False])
@@ -200,30 +200,20 @@ def test_the_router_ranks_in_fp32():
 
 @OPERATORS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", ["one row", "uneven"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantized_experts(format, rows, dtype):
-    """Stacked experts compute what a layer of each computes, bit for bit, and that is what the reference says.
-
-    PyTorch's backend serves one expert after the other.
-    """
+    """A stack computes what its definition says; test_weights.py has the bits of each expert, in every layout."""
     (x, expert), weight = inputs(ROWS[rows], dtype=dtype), weights(n=70)
     stack = rounded(format, weight, group=32)
-    alone = [rounded(format, each, group=32) for each in weight]
     y = stack(x, expert)
-    own = torch.stack([alone[e](row[None])[0] for row, e in zip(x, expert)])
-    assert y.dtype == dtype and torch.equal(y, own)
-    half = {"int4": 8, "int8": 128}[format]
-    codes = [unpack(layer.record) for layer in alone]
-    want = [grouped_reference(r[None].float(), *codes[e], half)[0] for r, e in zip(x, expert)]
-    atol = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    torch.testing.assert_close(y.float(), torch.stack(want), atol=atol, rtol=0)
-    assert torch.equal(stack.dequantize(), torch.stack([layer.dequantize() for layer in alone]))
     without = TORCH.experts_matmul(x, stack.record, expert)
-    assert without.dtype == dtype
+    assert y.dtype == without.dtype == dtype
     torch.testing.assert_close(without, y, atol=1e-5, rtol=max(1e-5, torch.finfo(dtype).eps))
     exact = by_rows(x.float(), stack.dequantize(), expert)
     torch.testing.assert_close(without.float(), exact, atol=4e-2, rtol=0)
+    alone = [rounded(format, each, group=32).dequantize() for each in weight]
+    assert torch.equal(stack.dequantize(), torch.stack(alone))
 
 
 # ------------------------------------------------------------------------------------------ loading
