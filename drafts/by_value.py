@@ -67,6 +67,7 @@ MEMORY = 32  # tokens that acceptance follows, the record too: it varies by 0.1 
 HIT = 0.75  # share of tokens that a chain of a head without a record hits: EAGLE-1 (2401.15077)
 REST = 64  # cycles that a drafter rests; 4 trials behind, of 8 % each (a head's passes), lose 0.5 %
 ROUNDS = 3  # of measurements: a slow moment of a shared machine lasts less than two (4 ms slices)
+STEADY = 1.25  # slowest over fastest vanilla cycle; beyond, other programs were measured, too
 
 # trees of captured cycles, levels, children, nodes: CUDA pads to 16, 32 or 64 nodes
 SHAPES = ((3, 1, 4), (5, 3, 8), (5, 4, 16), (6, 8, 32))
@@ -118,8 +119,11 @@ class Costs:
             raise ValueError("these are no costs of such presets")
 
 
-def measure(engine: Engine, time_cycle: Callable, growth: Growth | None) -> dict[str, list]:
-    """Measure the costs of an engine's presets. time_cycle: of run/warm_up.py, for the engine"""
+def measure(engine: Engine, time_cycle: Callable, growth: Growth | None) -> tuple[dict, bool]:
+    """Measure the costs of an engine's presets. time_cycle: of run/warm_up.py, for the engine
+
+    Returns: the costs, and whether the machine kept its pace meanwhile.
+    """
     batch = engine.batch_size
     presets = engine.presets
     last = len(presets) - 1
@@ -142,6 +146,8 @@ def measure(engine: Engine, time_cycle: Callable, growth: Growth | None) -> dict
                 growth.forced = plan[1]
             times[plan].append(time_cycle(plan[0]))
             rows[plan] = batch * (1 + growth.nodes if plan[1] else presets[plan[0]].size)
+    times[plans[0]].append(time_cycle(0))
+    vanilla = [seconds for seconds, _, _ in times[plans[0]]]
     least = {plan: [*map(min, zip(*every))] for plan, every in times.items()}
     verify = [(rows[plan], verify_s) for plan, (_, _, verify_s) in least.items()]
     if batch > 1 and engine.has_parts:
@@ -153,7 +159,8 @@ def measure(engine: Engine, time_cycle: Callable, growth: Growth | None) -> dict
         first, _, narrow, wide = (draft_s for _, draft_s, _ in [*least.values()][last:])
         further = [max(draft - first, 0.0) / max(levels - 1, 1) for draft in (narrow, wide)]
         level = [*zip((batch, batch * growth.tree.topk), further)]
-    return {"verify": verify, "level": level, "rest": rest[: last + 1]}
+    steady = max(vanilla) < STEADY * min(vanilla)
+    return {"verify": verify, "level": level, "rest": rest[: last + 1]}, steady
 
 
 # options that change the time of a cycle
@@ -192,10 +199,12 @@ def costs_of(engine: Engine, time_cycle: Callable, growth: Growth | None) -> Cos
     file = None if engine.captured else file_of(engine)
     use = (engine.presets, engine.batch_size)
     if file is None:
-        return Costs(measure(engine, time_cycle, growth), *use)
+        return Costs(measure(engine, time_cycle, growth)[0], *use)
     with suppress(OSError, ValueError, LookupError, TypeError):
         return Costs(read_json(file), *use)
-    measured = measure(engine, time_cycle, growth)
+    measured, steady = measure(engine, time_cycle, growth)
+    if not steady:  # the next start measures again
+        return Costs(measured, *use)
     text = json.dumps(measured) + "\n"
     try:
         replace_file(file, lambda path: path.write_text(text, encoding="utf-8"))

@@ -202,19 +202,22 @@ def test_costs_are_measured_once(trees, monkeypatch):
 
     def measure(engine, *rest):
         measured.append(engine)
-        return {
+        costs = {
             "verify": [[1, 1.0], [4, 2.0]],
             "level": [[1, 0.1]],
             "rest": [0.1] * len(engine.presets),
         }
+        return costs, len(measured) > 1
 
     monkeypatch.setattr(by_value, "measure", measure)
+    load(checkpoint=DEMO, device="cpu")
+    assert not [*trees.glob("*.json")], "other programs took a part of the time"
     for _ in range(2):
         costs = load(checkpoint=DEMO, device="cpu").policy.costs
     (file,) = trees.glob("*.json")
-    assert len(measured) == 1 and costs.verify.seconds[2] == pytest.approx(4 / 3)
+    assert len(measured) == 2 and costs.verify.seconds[2] == pytest.approx(4 / 3)
     for number, bad in enumerate(
-        (b"", b"[", b"3", b"{}", b'{"verify": 1}', file.read_bytes()[:40]), 2
+        (b"", b"[", b"3", b"{}", b'{"verify": 1}', file.read_bytes()[:40]), 3
     ):
         file.write_bytes(bad)
         load(checkpoint=DEMO, device="cpu")
@@ -267,12 +270,18 @@ def test_measuring_finds_the_parts_of_a_cycle(batch):
             draft = 0.5 + 0.2 * (levels - 1)
         return CycleTimes(1 + 0.1 * rows + draft, draft, 1 + 0.1 * rows)
 
-    costs = Costs(by_value.measure(engine, times, growth), engine.presets, batch)
+    measured, steady = by_value.measure(engine, times, growth)
+    costs = Costs(measured, engine.presets, batch)
+    assert steady
     assert costs.rest == pytest.approx([0, 0.5], abs=1e-5)
     assert costs.verify.seconds[20] == pytest.approx(3.0) and costs.level.seconds[
         1
     ] == pytest.approx(0.2)
     assert growth.forced is None
+    slower = itertools.count(1)
+    assert not by_value.measure(
+        engine, lambda *of: times(*of)._replace(seconds=next(slower)), growth
+    )[1]
 
 
 def test_cycles_are_timed_with_rows_that_decode():
