@@ -88,6 +88,9 @@ def time_cycle(engine: Engine, preset: int, sequences: int = 0) -> CycleTimes:
         state.pos.fill_(min(TIMED_BEHIND, engine.context // 2))
         state.limit.fill_(engine.context - 1)
         state.done.fill_(False)
+        states = session.buffers.cache.states
+        for recurrent, _ in states.recurrent() if states else ():
+            recurrent.length.copy_(state.pos)
         rewound = engine.drafter.rewind(state.drafter_state, state.pos)
         copy_into(state.drafter_state, rewound)
         for seq in range(sequences or engine.batch_size):

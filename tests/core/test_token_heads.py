@@ -256,7 +256,7 @@ def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
     options = {"checkpoint": str(TARGET), "head": str(official[kind][1]), "device": "cpu"}
     engine = load(quant="int8", **options)
     assert engine.option("quant_draft") == "int8" and engine.resolved["tree_depth"] == D
-    assert engine.resolved["trees"][-3:] == ["chain 3", "dynamic 4/3/8", "dynamic 4/4/16"]
+    assert engine.resolved["trees"][-1] == "by value, up to dynamic 4/4/16"
 
 
 # ------------------------------------------------------------------------------------------- files
