@@ -90,11 +90,11 @@ class Table:
             rows.append(most)
         self.seconds = np.interp(range(most + 1), rows, least).tolist()
 
-    def learn(self, rows: int, seconds: float) -> None:
+    def learn(self, rows: int, seconds: float, gain: float = GAIN) -> None:
         """Learn from a measurement; other numbers of rows learn less. Writes: seconds."""
         error = min(seconds / self.seconds[rows], 2.0) - 1  # a slow outlier counts as twice
         for n in range(1, len(self.seconds)):
-            self.seconds[n] *= 1 + GAIN * error * min(n, rows) / max(n, rows)
+            self.seconds[n] *= 1 + gain * error * min(n, rows) / max(n, rows)
 
     def scale(self, factor: float) -> None:
         """Change all seconds by a factor. Writes: seconds."""
@@ -784,20 +784,22 @@ class ByValue(Observer):
         verify_s = (result.times["verified"] - result.times["drafted"]) / 1e9
         expected = self.costs.verify.seconds[rows] + self.costs.rest[preset]
         pace = self._pace(batch)
+        gain = GAIN
         if growth:
             expected += growth.seconds
-            pace.tries += self.learns
-            share = max(GAIN, 1 / (4 + pace.tries)) if self.learns else 0.0
-            pace.gain += share * (growth.gain - pace.gain)
+            pace.tries += 1
+            gain = max(GAIN, 1 / (4 + pace.tries))  # measured costs count as four cycles
+            if self.learns:
+                pace.gain += gain * (growth.gain - pace.gain)
         pace.tokens += sum(1 + result.length[seq] for seq in result.live) - GAIN * pace.tokens
         pace.seconds += expected - GAIN * pace.seconds
         drafting = growth.seconds if growth else 0.0
         other = self.costs.rest[preset] + drafting
         error = min((result.seconds - verify_s) / other, 2.0) - 1
-        self.costs.rest[preset] *= 1 + GAIN * error * self.costs.rest[preset] / other
-        self.costs.level.scale(1 + GAIN * error * drafting / other)
+        self.costs.rest[preset] *= 1 + gain * error * self.costs.rest[preset] / other
+        self.costs.level.scale(1 + gain * error * drafting / other)
         if verify_s:
-            self.costs.verify.learn(rows, verify_s)
+            self.costs.verify.learn(rows, verify_s, gain)
         if nodes > 1 and preset and preset not in self.lookups and self.learns:
             for seq in result.live:
                 parents, valid, path, *values = (column[seq - result.first] for column in copied)
