@@ -107,7 +107,7 @@ class RootOnly(Drafter):
 
 
 class DraftState(NamedTuple):
-    """What a drafter with weights has read. Slots below `length` come from confirmed tokens."""
+    """The text as a drafter with weights has read it: slots below `length` are confirmed tokens."""
 
     cache: Any  # its layers' `KVCache`; (): it has none, or reads the target's
     length: Tensor  # [B] int64, confirmed tokens
@@ -188,8 +188,8 @@ class TreeDrafter(Drafter):
     ):
         """Check the tree against the vocabulary. Raises: ValueError.
 
-        children: of a batch that samples, "topk" of the logits, of logits + T * the shared
-            "noise", or "sampled" by `sampler`
+        children: how a batch that samples chooses them: "topk" of the drafter's logits; "noise",
+            the top-k of logits + T * the shared noise; or "sampled", by `sampler`
         vocab: default: the target's
         """
         self.sharpness = sharpness

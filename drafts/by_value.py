@@ -592,7 +592,7 @@ def lookup_of(drafter_state: Any) -> Lookup | None:
 
 @dataclass
 class Pace:
-    """What cycles of so many sequences bring."""
+    """The tokens and seconds of cycles of one number of sequences."""
 
     tokens: float  # fading sums
     seconds: float

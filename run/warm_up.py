@@ -90,7 +90,7 @@ def time_cycle(engine: Engine, preset: int, sequences: int = 0) -> CycleTimes:
         state.done.fill_(False)
         states = session.buffers.cache.states
         for recurrent, _ in states.recurrent() if states else ():
-            recurrent.length.copy_(state.pos)
+            recurrent.length.copy_(state.pos)  # as if they were behind the prefix, too
         rewound = engine.drafter.rewind(state.drafter_state, state.pos)
         copy_into(state.drafter_state, rewound)
         for seq in range(sequences or engine.batch_size):
