@@ -198,7 +198,8 @@ class TreeDrafter(Drafter):
         self.graft: Any = None  # adds candidates (drafts/ngram_draft.py)
         self.growth: Any = None  # decides, level by level, which nodes pay (drafts/by_value.py)
         self.vocab = vocab or DraftVocab(target.config.vocab_size)
-        self.device = target.norm.weight.device
+        self.feature = target.norm.weight  # [F], of the target's features' width and dtype
+        self.device = self.feature.device
         self._set_tree(planned(tree, self.device))
         fault = f"a node cannot have {tree.width} ranked children of {self.vocab.drafted} tokens"
         remedy = "lower the rank (CHILDREN of --tree)"

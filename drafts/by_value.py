@@ -10,8 +10,8 @@
    as the head's training has recorded it.
 5. Captured cycles, and drafters without confidence, have trees of fixed sizes (presets), whose
    expected tokens follow from the acceptance; a lookup knows its own (`Lookup.expected`).
-6. While no tree pays, the drafter rests: it reads nothing, and is tried again now and then. A head
-   then has a gap in its cache; a draft model reads what it missed.
+6. While no tree pays, the drafter rests: it reads prompts alone, and is tried again now and then,
+   behind a pass over the tokens that it missed, whose features are kept.
 
 Source: CaDDTree (arXiv 2606.01813); llama.cpp's --draft-p-min cuts a draft by confidence alone.
 The choice never changes a token. Not here: growing (drafters.py), cycles of presets (decode.py).
@@ -110,6 +110,7 @@ class Costs:
         self.verify = Table(measured["verify"], most)  # a pass of the target, by rows in all
         self.level = Table(measured["level"], most)  # a drafted level behind the first, likewise
         self.rest = [float(seconds) for seconds in measured["rest"]]  # all else, by preset
+        self.tries = 0  # trees by value that have corrected them
         every = (*self.verify.seconds, *self.level.seconds, *self.rest)
         if (
             len(self.rest) != len(presets)
@@ -480,6 +481,7 @@ class AutoState(NamedTuple):
     """The states of a drafter, and of the lookup beside it."""
 
     own: Any  # with its `length`, [B] int64, tokens that it has read
+    missed: Tensor  # [B, REST, (1 + aux) F], features of the tokens behind those, a ring
     lookup_state: Any = ()
 
 
@@ -525,16 +527,25 @@ class AutoPreset(PresetDrafter):
         return DraftMethod(self.presets, options, policy=policy)
 
     def init(self, batch: int, slots: int) -> AutoState:
-        return AutoState(self.drafter.init(batch, slots), self.lookup.init(batch, slots))
+        feature = self.drafter.feature
+        missed = feature.new_zeros(batch, REST, (1 + len(self.aux_layers)) * len(feature))
+        for preset in self.presets:
+            preset.seqs = torch.arange(batch, device=feature.device)
+        return AutoState(self.drafter.init(batch, slots), missed, self.lookup.init(batch, slots))
 
     def extend(self, state: AutoState, update: DrafterUpdate) -> AutoState:
-        own = state.own if self.size == 1 else self.drafter.extend(state.own, update)
-        return AutoState(own, self.lookup.extend(state.lookup_state, update))
+        own = state.own
+        if self.size > 1:
+            own = self.drafter.extend(own, update)
+        else:
+            at = (update.text.pos - update.count) % REST
+            state.missed.index_put_((self.seqs[: len(at)], at), update.features[:, 0])
+        return AutoState(own, state.missed, self.lookup.extend(state.lookup_state, update))
 
     def rewind(self, state: AutoState, length: Tensor) -> AutoState:
-        """Forget all but the first `length` tokens. Behind a gap a head has read fewer."""
+        """Forget all but the first `length` tokens, of which it may have missed the last."""
         own = self.drafter.rewind(state.own, torch.minimum(length, state.own.length))
-        return AutoState(own, self.lookup.rewind(state.lookup_state, length))
+        return AutoState(own, state.missed, self.lookup.rewind(state.lookup_state, length))
 
     def propose(self, state: AutoState, inputs: DraftInputs) -> DraftTree:
         if self.source:
@@ -546,13 +557,16 @@ class AutoPreset(PresetDrafter):
         return replace_fields(tree, noise=self.growth.noise())
 
     def catch_up(self, state: DecodeState) -> None:
-        """Let a draft model read the tokens that it missed. Writes: its cache."""
-        own = state.drafter_state.own
-        count = (state.pos - own.length).clamp(min=0)
-        steps = torch.arange(int(count.max()) + 1, device=count.device)
+        """Let the drafter read the tokens that it missed. Writes: its cache."""
+        own, missed, _ = state.drafter_state
+        count = (state.pos - own.length).clamp(0, REST)
+        most = int(count.max())
+        if not most:
+            return
+        steps = torch.arange(most + 1, device=count.device)
         at = (own.length[:, None] + steps).clamp(max=state.tokens.shape[1] - 1)
-        tokens = state.tokens.gather(1, at)
-        update = DrafterUpdate(tokens, tokens[:, :-1, None], count)  # features that it never reads
+        features = missed[self.seqs[: len(at), None], at[:, :most] % REST]
+        update = DrafterUpdate(state.tokens.gather(1, at), features, count)
         copy_into(own, self.drafter.extend(own, update))
 
 
@@ -596,8 +610,8 @@ class Pace:
 
     tokens: float  # fading sums
     seconds: float
-    gain: float  # tokens that a tree by value is expected to bring beyond its costs, fading
-    tries: int = 0  # such trees so far: at first each counts for more
+    gain: float  # tokens that a tree by value is expected to bring beyond its costs, a mean
+    weight: float = 4.0  # trees in that mean; measured costs count as four
 
 
 class ByValue(Observer):
@@ -631,7 +645,7 @@ class ByValue(Observer):
         self.expected: list[float] | None = None  # accepted tokens per preset, where known
         self.read_prompt = False  # since the last cycle
         self.resting = False  # no tree pays
-        self.behind = False  # the drafter has not read the last tokens
+        self.missed = 0  # cycles whose tokens the drafter has not read
         self.rested = 0  # cycles since a tree was tried
         self.paces: dict[int, Pace] = {}  # by sequences of a cycle
 
@@ -652,14 +666,13 @@ class ByValue(Observer):
     def for_session(self) -> ByValue:
         policy = copy(self)
         policy.expected = None
-        policy.behind = False
+        policy.missed = 0
         return policy
 
     def next_preset(self, view: View, reads_prompt: bool) -> int:
         if reads_prompt:
             self.read_prompt = True
-            self.behind = self.resting
-            return 0 if self.resting else len(view.presets) - 1
+            return len(view.presets) - 1
         if self.read_prompt:
             self.read_prompt = False
             lookup = lookup_of(view.drafter_state)
@@ -694,22 +707,27 @@ class ByValue(Observer):
         pace = self._pace(len(live))
         rate = pace.tokens / pace.seconds
         last = len(view.presets) - 1
+        vanilla = self._seconds(0, len(live))
         gains = {0: 0.0}  # tokens beyond those of vanilla, by preset
         for number in range(1, limit + (self.growth is None or limit < last)):
-            if number in self.lookups:
-                tokens = self.expected[number] if self.expected else 0.0
-            else:
+            if number not in self.lookups:
                 tokens = self.acceptance.expected(view.presets[number])
-            seconds = self._seconds(number, len(live)) - self._seconds(0, len(live))
+            elif self.expected and self.expected[number]:
+                tokens = self.expected[number]
+            else:
+                continue
+            seconds = self._seconds(number, len(live)) - vanilla
             gains[number] = sum(live) * tokens - rate * seconds
         if self._may_grow(view):
             gains[last] = pace.gain
         picked = max(gains, key=gains.__getitem__)
         trees = [number for number in gains if number and number not in self.lookups]
         self.resting = bool(trees) and max(gains[number] for number in trees) <= 0
-        self.rested = self.rested + 1 if self.resting and not picked else 0
+        self.rested = self.rested + 1 if self.resting else 0
         if self.rested > REST:
             picked = max(trees, key=gains.__getitem__)
+            if self.rested == REST + 1:  # trials alone count
+                pace.weight = 0.0
             self.rested %= REST + 4
         if self.growth and picked == last:
             self.growth.rate = rate
@@ -751,14 +769,11 @@ class ByValue(Observer):
         return any(len(text) <= self.reach for text in decoding) or not decoding
 
     def before_step(self, view: View, preset: int) -> None:
-        drafter = view.presets[preset]
-        if self.behind and preset and isinstance(drafter, AutoPreset):
-            if drafter.keeps_nodes:
-                view.run_step(None, drafter.catch_up)
-            elif self.growth:
-                self.growth.limit = 0  # its last output is of another token
-        self.learns = not self.behind
-        self.behind = preset == 0
+        drafter = view.presets[-1]
+        if isinstance(drafter, AutoPreset) and self.missed and (preset or self.missed == REST):
+            view.run_step(None, drafter.catch_up)
+            self.missed = 0
+        self.missed += preset == 0
 
     def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         lookup = lookup_of(view.drafter_state)
@@ -787,10 +802,10 @@ class ByValue(Observer):
         gain = GAIN
         if growth:
             expected += growth.seconds
-            pace.tries += 1
-            gain = max(GAIN, 1 / (4 + pace.tries))  # measured costs count as four cycles
-            if self.learns:
-                pace.gain += gain * (growth.gain - pace.gain)
+            pace.weight = min(pace.weight + 1, 1 / GAIN)
+            pace.gain += (growth.gain - pace.gain) / pace.weight
+            self.costs.tries += 1
+            gain = max(GAIN, 1 / (4 + self.costs.tries))  # measured costs count as four cycles
         pace.tokens += sum(1 + result.length[seq] for seq in result.live) - GAIN * pace.tokens
         pace.seconds += expected - GAIN * pace.seconds
         drafting = growth.seconds if growth else 0.0
@@ -800,7 +815,7 @@ class ByValue(Observer):
         self.costs.level.scale(1 + gain * error * drafting / other)
         if verify_s:
             self.costs.verify.learn(rows, verify_s, gain)
-        if nodes > 1 and preset and preset not in self.lookups and self.learns:
+        if nodes > 1 and preset and preset not in self.lookups:
             for seq in result.live:
                 parents, valid, path, *values = (column[seq - result.first] for column in copied)
                 own = path[: result.length[seq] + 1]

@@ -148,7 +148,7 @@ class Scripted(ByValue):
         self.warm = True
 
     def for_session(self) -> Scripted:
-        self.expected, self.behind = None, False
+        self.expected, self.missed = None, 0
         return self
 
 

@@ -294,15 +294,18 @@ def test_cycles_are_timed_with_rows_that_decode():
 # ------------------------------------------------------------------------------------------ policy
 
 
-def test_where_no_tree_pays_trials_are_rare():
+@pytest.mark.parametrize("lookup", [None, NgramDrafter(Ngram(4, 2))])
+def test_where_no_tree_pays_trials_are_rare(lookup):
     """Rows that cost as much as passes, and a head that reads as long as a pass takes."""
     options = {"max_new_tokens": 400, "ignore_eos": True}
-    engine = priced(engine_for(golden_target(), drafter_of("eagle"), **options), row=1.0, rest=1.0)
+    drafter = drafter_of("eagle", lookup)
+    engine = priced(engine_for(golden_target(), drafter, **options), row=1.0, rest=1.0)
     engine.policy.after_cycle = lambda *args: None  # whatever this machine's clock says
     session = decode(engine, PROMPTS[0])
-    tried = sum(preset > 0 for preset, _ in session.stats.presets)
+    last = len(engine.presets) - 1
+    tried = sum(preset == last for preset, _ in session.stats.presets)
     cycles = len(session.stats.presets)
-    assert 0 < tried <= 4 * (1 + cycles // (REST + 4))
+    assert 4 * (cycles // (REST + 4)) <= tried <= 4 * (1 + cycles // (REST + 4))
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -412,12 +415,15 @@ def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, capture
     assert min(session.state.drafter_state.own.length) > 0, "the head has read"
 
 
-def test_a_draft_model_reads_what_it_missed():
+@pytest.mark.parametrize("rest", [30, REST + 20])
+@pytest.mark.parametrize("kind", ["eagle", "eagle 3", "model"])
+def test_a_drafter_reads_what_it_missed(kind, rest):
     """After a rest its cache is that of one that has read all."""
-    engine = engine_for(golden_target(), drafter_of("model"), max_new_tokens=60, ignore_eos=True)
-    session = Session(replace(engine, policy=Script([0] * 30 + [1])), [(0, 0)])
+    target = golden_target(TARGETS[kind == "eagle 3"])
+    engine = engine_for(target, drafter_of(kind), max_new_tokens=120, ignore_eos=True)
+    session = Session(replace(engine, policy=Script([0] * rest + [1])), [(0, 0)])
     decoding = session.decode_turn([PROMPTS[0]])
-    for _ in range(33):
+    for _ in range(rest + 3):
         next(decoding)
     length = int(session.state.drafter_state.own.length[0])
     other = Session(replace(engine, policy=Script([1])), [(0, 0)])
