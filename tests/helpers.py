@@ -290,28 +290,6 @@ def run_in_interpreter(cases: list[Path], passed: str) -> None:
     )
 
 
-def block_inputs(target: Transformer, *inputs: Any) -> tuple[Tensor, list[Tensor]]:
-    """Run a target and record the input of each block.
-
-    inputs: of `Transformer.forward`
-    Returns: the features, [B, T, F]; the inputs of the blocks, [B, T, F] each.
-    """
-    given: list[Tensor] = []
-    hooks = [
-        block.register_forward_pre_hook(lambda _, args: given.append(args[0].stream))
-        for block in target.layers
-    ]
-    try:
-        features = target(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert len(given) == len(target.layers), (
-        "the blocks ran in one call (Transformer.program); load without --compile"
-    )
-    return features, given
-
-
 def noisy_copy(model: Transformer, scale: float) -> Transformer:
     """A copy with noise on every matrix, relative to its own spread: a draft model that is right now and then."""
     copy, generator = deepcopy(model), torch.Generator().manual_seed(0)

@@ -65,7 +65,7 @@ INF = float("inf")
 ELSEWHERE = {
     "model_program", "head_program", "matmul", "experts_matmul",  # test_layers_cpu, test_weights
     "ngram_draft",  # below
-    "delta_rule",  # test_qwen3_5.py
+    "delta_rule",  # test_states.py
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 LARGE = [row for row in ROWS if row.large]

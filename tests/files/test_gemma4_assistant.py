@@ -7,13 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from test_gemma4 import CASES, KINDS, SIZES, random_model, randomized
 
+from families import GEMMA4
+from families import GEMMA4_SIZES as SIZES
+from families import SLIDING_OR_FULL as KINDS
+from families import random_gemma4 as random_model
+from families import randomized_gemma4 as randomized
 from helpers import InTurn, slow
 from run.generate import generate, load
 from run.options import DEMO
 from tiny_models import IDS, refused, saved
 
+CASES = GEMMA4.cases
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]  # longer than the window, which is of 8 tokens
 LAYERS = {
     "hidden_size": 32, "num_hidden_layers": 3, "layer_types": [KINDS[0], *KINDS], "num_kv_shared_layers": 3,

@@ -12,8 +12,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_families import GLM_NAMES, GLM_SIZES, metadata_of_glm
-from test_qwen3_5 import EXPERTS, GGUF_NAMES, SIZES, file_of, randomize
 from torch import nn
 from transformers.models.glm4_moe import modeling_glm4_moe as glm
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -22,6 +20,12 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35_moe
 
 from backends.fusions import MergedHead
 from eagle_draft import HeadPasses
+from families import GLM_NAMES, GLM_SIZES, metadata_of_glm
+from families import QWEN35_NAMES as GGUF_NAMES
+from families import QWEN35_SIZES as SIZES
+from families import QWEN_EXPERTS as EXPERTS
+from families import file_of_qwen35 as file_of
+from families import randomize_qwen as randomize
 from files.texts import TextFiles
 from helpers import InTurn, in_turn, slow
 from kv_cache import KVCache, causal_window
