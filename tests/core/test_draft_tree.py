@@ -3,6 +3,7 @@
 import json
 import random
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -84,25 +85,20 @@ def accepted_by_both(tree, choice, depth):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9, 26, 64])
-def test_build_tree(size):
+def test_build_tree_and_paths(size):
+    """Of random trees, and of a chain as long as a tree may be."""
     rng = random.Random(size)
     tokens, parents, valid, _ = random_trees(rng, 20, size, 5)
-    depth = max(len(ancestors(row, node)) for row in parents for node in range(size)) - 1
-    tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), depth)
+    parents[0] = [0, *range(size - 1)]
+    tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), size - 1)
     assert [x.tolist() for x in (tree.tokens, tree.valid, tree.parents)] == [tokens, valid, parents]
-    for b, row in enumerate(parents):
-        for node in range(size):
+    for node in range(size):
+        path, length = path_to(tree, torch.full((20,), node), size - 1)
+        for b, row in enumerate(parents):
             line = ancestors(row, node)
             assert tree.mask[b, node].nonzero().flatten().tolist() == sorted(line)
-            assert tree.depths[b, node] == len(line) - 1
-
-
-def test_a_chain_of_64():
-    parents = [[0, *range(63)]]
-    tree = build_tree(*(torch.tensor(parents) for _ in range(3)), depth=63)
-    assert torch.equal(tree.mask[0], torch.ones(64, 64).tril().bool())
-    path, length = path_to(tree, torch.tensor([63]), 63)
-    assert path.tolist() == [list(range(64))] and length.tolist() == [63]
+            assert tree.depths[b, node] == length[b] == len(line) - 1
+            assert path[b].tolist() == line + [0] * (size - len(line))
 
 
 def test_root_tree():
@@ -110,18 +106,6 @@ def test_root_tree():
     assert tree.tokens.tolist() == [[7], [0]]
     assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
     assert tree.mask.all() and tree.valid.all() and tree.extra is None
-
-
-def test_path_to():
-    rng = random.Random(1)
-    tokens, parents, valid, _ = random_trees(rng, 30, 12, 4)
-    tree = build_tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid), 11)
-    for node in range(12):
-        path, length = path_to(tree, torch.full((30,), node), 11)
-        for b in range(30):
-            line = ancestors(parents[b], node)
-            assert path[b].tolist() == line + [0] * (12 - len(line))
-            assert length[b] == len(line) - 1
 
 
 # --------------------------------------------------------------------------------------- acceptance
@@ -177,29 +161,26 @@ def test_accept_by_hand(name, spare):
 
 
 def test_compaction():
+    """The accepted nodes' slots move below each other, and no other slot changes; one row fills the cache exactly."""
     rng = random.Random(4)
     config = ModelConfig(8, 2, 2, 2, 4, 8, vocab_size=8)
-    size, depth, slots, starts = 9, 5, 24, [0, 3, 15, 7, 11]  # 15 + 9 fills the cache exactly
+    size, slots, starts, lasts = 9, 24, [0, 3, 15, 7, 11], [0, 8, 8, 4, 7]
     parents = [[0] + [max(0, node - rng.randint(1, 3)) for node in range(1, size)] for _ in starts]
     above = torch.tensor(parents)
     tree = build_tree(above, above, above >= 0, size)
-    nodes = torch.tensor([0, 8, 8, 4, 7])
-    nodes = torch.where(tree.depths.gather(1, nodes[:, None])[:, 0] > depth, 0, nodes)
-    path, length = path_to(tree, nodes, depth)
-    assert length[0] == 0 and length.max() > 2 and (path[1:, 1:] > torch.arange(1, depth + 1)).any()
+    path, length = path_to(tree, torch.tensor(lasts), size - 1)
+    assert length[0] == 0 and length.max() > 2 and (path[1:, 1:] > torch.arange(1, size)).any()
     cache = KVCache.empty(config, len(starts), slots, torch.float32, "cpu")
     for buffer in (*cache.k, *cache.v):
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)))
     before = [b.clone() for b in (*cache.k, *cache.v)]
-    moves = compaction(path, length)
-    cache.compact(torch.tensor(starts), moves)
+    cache.compact(torch.tensor(starts), compaction(path, length))
     for old, new in zip(before, (*cache.k, *cache.v)):
         for b, start in enumerate(starts):
-            for slot in range(slots):
-                step = slot - start
-                inside = 0 <= step <= length[b]
-                source = start + path[b, step].item() if inside else slot
-                assert torch.equal(new[b, :, slot], old[b, :, source]), (b, slot)
+            want = old[b].clone()
+            for depth, node in enumerate(ancestors(parents[b], lasts[b])):
+                want[:, start + depth] = old[b, :, start + node]
+            assert torch.equal(new[b], want), b
 
 
 # ------------------------------------------------------------------------------------ dynamic trees
@@ -217,8 +198,8 @@ def random_scores(rng, shape, cut=0.0):
 class Table(TreeDrafter):
     """Grows trees whose children are given."""
 
-    def __init__(self, shape, children, run, graft=None):
-        """children: of (outputs, level), the `Children`; run: of (frontier, first slot, outputs)"""
+    def __init__(self, shape, children, run=lambda frontier, out: out, graft=None):
+        """children: of (outputs, level), the `Children`; run: of (frontier, outputs), the outputs"""
         target = SimpleNamespace(
             config=SimpleNamespace(vocab_size=99), norm=SimpleNamespace(weight=torch.zeros(1))
         )
@@ -234,32 +215,30 @@ class Table(TreeDrafter):
         return self.found(out, level)
 
     def forward_nodes(self, state, frontier, out, positions, window):
-        return self.run(frontier, window.slots[0, 0].item() if self.slots_are_read else None, out)
-
-    slots_are_read = True
-
-
-def grow(shape, root, children, run, graft=None):
-    """Grow a tree of a shape. root: [B] int64."""
-    return Table(shape, children, run, graft).propose((), DraftInputs(None, text_with(root)))
+        return self.run(frontier, out)
 
 
 def grown(shape, root, tokens, scores):
     """Grow a tree whose children are given. tokens, scores: per level [B, R, k].
 
-    Returns: the tree; the pool; per level below the root, the tokens of the nodes that ran; the places of all nodes.
+    Returns: the tree; the pool; the frontiers that ran.
     """
     pools, ran = [], []
 
-    def run(frontier, slot, out):
-        ran.append(frontier.tokens)
+    def run(frontier, out):
+        ran.append(frontier)
         return out
 
-    add = lambda levels, text, backend: pools.append(joined(levels)) or levels  # noqa: E731
-    graft = SimpleNamespace(add=add)
-    children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
-    tree = grow(shape, root, children, run, graft)
-    return tree, pools[0], ran, tree.ran_index
+    def add(levels, text, backend):
+        pools.append(joined(levels))
+        return levels
+
+    def children(out, level):
+        return Children(tokens[level], scores[level])
+
+    table = Table(shape, children, run, SimpleNamespace(add=add))
+    tree = table.propose((), DraftInputs(None, text_with(root)))
+    return tree, pools[0], ran
 
 
 def pool_size(depth, K):
@@ -284,27 +263,41 @@ def random_levels(rng, batch, depth, K, cut=0.0):
     return tokens, [random_scores(rng, s, cut) for s in shapes]
 
 
+class PlainPool(NamedTuple):
+    """A row's candidates in plain Python, and the frontiers that run."""
+
+    tokens: list[int]
+    values: list[float]
+    parents: list[int]
+    ran: list[list[int]]  # tokens, per level
+    seen: list[list[set[int]]]  # scratch slots of each node's ancestors and its own, per level
+
+
 def plain_pool(tokens, scores, K):
-    """The same in plain Python, for one row. Returns: tokens, values, parents of the pool; the tokens that run."""
-    t, v, p, ran = [], [], [], []
-    frontier, above = [-1], {-1: 0.0}
+    """Every node of a frontier has K children; the K best of a level are the next frontier."""
+    pool = PlainPool([], [], [], [], [])
+    frontier, lines = [-1], {-1: set()}
     for level, (names, steps) in enumerate(zip(tokens, scores)):
-        begin = len(t)
+        begin = len(pool.tokens)
         for parent, row, step in zip(frontier, names, steps):
-            t += row
-            v += [above.get(parent, v[parent] if parent >= 0 else 0.0) + s for s in step]
-            p += [parent] * K
-        keys = v[begin:]
-        order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))[:K]
-        frontier = [begin + i for i in order]
+            above = pool.values[parent] if parent >= 0 else 0.0
+            pool.tokens.extend(row)
+            pool.values.extend(above + score for score in step)
+            pool.parents.extend([parent] * K)
+        flat = range(begin, len(pool.tokens))
+        frontier = sorted(flat, key=lambda i: (-pool.values[i], i))[:K]
         if level + 1 < len(tokens):
-            ran.append([t[i] for i in frontier])
-    return t, v, p, ran
+            for place, node in enumerate(frontier):
+                lines[node] = lines[pool.parents[node]] | {level * K + place}
+            pool.ran.append([pool.tokens[node] for node in frontier])
+            pool.seen.append([lines[node] for node in frontier])
+    return pool
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("depth, K", [(1, 4), (2, 1), (2, 3), (4, 4)])
 def test_pool_and_rerank(depth, K, cut):
+    """Candidates, the frontiers that run and what they see, and the best of all as a tree."""
     rng = random.Random(depth)
     tokens, scores = random_levels(rng, 40, depth, K, cut)
     plain = [
@@ -312,51 +305,26 @@ def test_pool_and_rerank(depth, K, cut):
     ]
     roots = torch.arange(40)
     for size in {2, K + 1, pool_size(depth, K) // 2 + 1, pool_size(depth, K) + 1}:
-        tree, pool, ran, places = grown(DynamicTree(depth, K, size), roots, tokens, scores)
+        tree, pool, ran = grown(DynamicTree(depth, K, size), roots, tokens, scores)
         assert pool.tokens.shape[1] == pool_size(depth, K)
         assert [x.tolist() for x in pool] == [[row[i] for row in plain] for i in range(3)]
-        assert [x.tolist() for x in ran] == [
-            [row[3][level] for row in plain] for level in range(depth - 1)
-        ]
-        for b, (names, values, above, frontiers) in enumerate(plain):
-            want, parents, valid = select_nodes_reference(b, names, values, above, size)
+        for level, frontier in enumerate(ran):
+            assert frontier.tokens.tolist() == [row.ran[level] for row in plain]
+            seen = [[set(x.nonzero()[:, 0].tolist()) for x in row] for row in frontier.seen]
+            assert seen == [row.seen[level] for row in plain]
+        for b, row in enumerate(plain):
+            want, parents, valid = select_nodes_reference(b, *row[:3], size)
             assert tree.tokens[b].tolist() == want
             assert tree.parents[b].tolist() == parents
             assert tree.valid[b].tolist() == valid
             assert tree.depths[b].tolist() == [len(ancestors(parents, n)) - 1 for n in range(size)]
             inner = [parents[n] for n in range(size) if valid[n]]
             assert all(valid[parent] for parent in inner), "invalid nodes have no valid child"
-            every = [want[0], *(token for level in frontiers for token in level)]
-            at = places[b].tolist()
+            every = [want[0], *(token for level in row.ran for token in level)]
+            at = tree.ran_index[b].tolist()
             assert at[0] == 0
             assert all(every[place] == want[n] for n, place in enumerate(at) if place)
             assert all(at[parent] for parent in inner if parent), "who has children ran"
-
-
-def test_what_a_level_sees():
-    """A node sees the scratch slots of its ancestors and its own."""
-    tokens, scores = random_levels(random.Random(7), 5, 4, 3)
-    levels, lines = [], {}
-    run = lambda *level: levels.append(level) or level[-1]  # noqa: E731
-    children = lambda out, level: Children(tokens[level], scores[level])  # noqa: E731
-    grow(DynamicTree(4, 3, 10), torch.arange(5), children, run)
-    plain = [
-        plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), 3) for b in range(5)
-    ]
-    assert [(slot, level.seen.shape) for level, slot, _ in levels] == [
-        (3 * n, (5, 3, 9)) for n in range(3)
-    ]
-    for b, (_, values, above, _) in enumerate(plain):
-        begin, frontier = 0, []
-        for n, (level, *_) in enumerate(levels):
-            size = 3 if n == 0 else 9
-            order = sorted(range(size), key=lambda i: (-values[begin + i], i))[:3]  # noqa: B023
-            frontier = [begin + i for i in order]
-            for row, flat in enumerate(frontier):
-                lines[flat] = {3 * n + row} | lines.get(above[flat], set())
-                assert set(level.seen[b, row].nonzero().flatten().tolist()) == lines[flat]
-            begin += size
-        lines.clear()
 
 
 def values_by_path(tokens, values, parents):
@@ -381,7 +349,7 @@ def test_graft():
         B, shapes = 8, [(8, 1, 2), (8, 2, 2), (8, 2, 2)]
         tokens = [siblings(*s[:2]).view(s) for s in shapes]
         scores = [random_scores(rng, s, 0.2) for s in shapes]
-        _, pool, *_ = grown(DynamicTree(3, 2, 6), torch.arange(B), tokens, scores)
+        _, pool, _ = grown(DynamicTree(3, 2, 6), torch.arange(B), tokens, scores)
         pool = no_candidates(B) if empty else pool
         want = [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))]
         for value in (0.0, -0.5):
@@ -408,30 +376,30 @@ def test_graft():
 
 
 @pytest.mark.usefixtures("traced")
-def test_traced_growth():
+@pytest.mark.parametrize(
+    "shape", [DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))], ids=str
+)
+def test_traced_growth(shape):
     tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
-    for shape in (DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))):
 
-        def outputs(frontier, slot, out):
-            return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)
+    def outputs(frontier, out):
+        return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)
 
-        table = Table(shape, None, outputs)
-        table.slots_are_read = False
+    table = Table(shape, None, outputs)
 
-        def growth(root, tokens, scores, table=table):
-            def children(out, level):
-                rows = out.shape[1]
-                k = table.tree.plan[level].k
-                return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
+    def growth(root, tokens, scores):
+        def children(out, level):
+            rows = out.shape[1]
+            k = table.tree.plan[level].k
+            return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
 
-            table.found = children
-            return table.propose((), DraftInputs(None, text_with(root)))
+        table.found = children
+        return table.propose((), DraftInputs(None, text_with(root)))
 
-        inputs = torch.tensor([1, 2, 3]), tokens, scores
-        ours = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs)
-        eager = growth(*inputs)
-        for x, y in zip(ours[:7], eager):
-            assert torch.equal(x, y)
+    inputs = torch.tensor([1, 2, 3]), tokens, scores
+    ours = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs)
+    for x, y in zip(ours[:7], growth(*inputs)):
+        assert torch.equal(x, y)
 
 
 def test_children_of_a_dynamic_tree_are_not_sampled():
@@ -498,16 +466,7 @@ def test_tree_file(tmp_path):
     assert StaticTree(read_tree(saved(tmp_path, json.dumps(wide)))).size == 64
 
 
-NO_PATHS = [
-    "[]",
-    "{}",
-    "[0, 1]",
-    "[[]]",
-    "[[0], [-1]]",
-    "[[0], [1.0]]",
-    "[[0], [true]]",
-    '[[0], ["1"]]',
-]
+NO_PATHS = ["[]", "{}", "[0, 1]", "[[]]", "[[0], [-1]]", "[[0], [1.0]]", "[[0], [true]]", '[[0], ["1"]]']  # fmt: skip
 
 
 @pytest.mark.parametrize("text, message", [

@@ -1,4 +1,4 @@
-"""Grammars: the same text with and without drafting, and that of a plain loop; refusals."""
+"""Grammars: masks, forced tokens, ends and schemas; refusals. Texts by their definition: test_requests.py."""
 
 from __future__ import annotations
 
@@ -6,118 +6,35 @@ import json
 import random
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
-import torch
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
+from test_requests import LARK, OTHER, PERSON, PROMPT  # noqa: E402
 from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
 import demo_drafts  # noqa: E402
 import run.generate as program  # noqa: E402
 from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
-from demo_drafts import DRAFTS, plain_loop  # noqa: E402
 from drafts import guided_draft  # noqa: E402
-from drafts.grammar import MOST_BYTES, STYLE, Grammar, _vocabulary  # noqa: E402
+from drafts.grammar import MOST_BYTES, Grammar  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import (  # noqa: E402
-    fresh,
     record,
     slow,
-    trimmed_head,
     write_random_llama,
 )
 from run.generate import generate, load, stream  # noqa: E402
-from run.options import DEMO, Sampling  # noqa: E402
+from run.options import DEMO  # noqa: E402
 from run.session import Session  # noqa: E402
 
-PROMPT = "def person():\n    return "
-OTHER = "import json\n"
-LARK = 'start: "The answer is " WORD ("," " " WORD)* "."\nWORD: /[a-z]{2,8}/'
 GBNF = 'root ::= "yes" | "no" " " [a-z]+ "!"\n'
 FORCED = "The quick brown fox jumps over the lazy dog, and then it runs into the dark forest."
 DEAD = 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/'
-PROPERTIES = {
-    "name": {"type": "string", "maxLength": 12},
-    "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    "city": {"enum": ["Paris", "Berlin", "Rome"]},
-    "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
-}
-PERSON = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
-PERSON |= {"additionalProperties": False}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _head_of_some_tokens(tmp_path_factory):
-    path = tmp_path_factory.mktemp("heads") / "head"
-    head = trimmed_head(DEMO + "-eagle", path, torch.arange(256) + 2)
-    DRAFTS["vocab"] = {"tree": "dynamic", "head": head}
-    yield
-    del DRAFTS["vocab"]
-
-
 engine_of = partial(demo_drafts.engine_of, max_new_tokens=60)
-
-
-def masking(engine, source):
-    """A function that masks the scores behind some tokens, by a new matcher every time. source: a grammar or None"""
-    vocab = engine.target.config.vocab_size
-    library = _vocabulary(engine.tokenizer, vocab, engine.eos_ids)
-    if isinstance(source, dict):
-        definition = llguidance.LLMatcher.grammar_from_json_schema(source, overrides=STYLE)
-    elif source:
-        definition = llguidance.grammar_from("grammar", source)
-
-    def masked(scores: torch.Tensor, new: list[int]) -> torch.Tensor:
-        if source is None:
-            return scores
-        matcher = llguidance.LLMatcher(library, definition, log_level=0)
-        assert matcher.consume_tokens(new)
-        bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-        allowed = (bits[:, None] >> torch.arange(8)) & 1
-        return scores.masked_fill(allowed.flatten()[:vocab] == 0, float("-inf"))
-
-    return masked
-
-
-LENGTH = 32
-CASES = {
-    "greedy": ([PERSON, LARK], Sampling(), 0),
-    "sampled": ([PERSON, None], Sampling(1.0), 3),
-    "cut": ([LARK, {"type": "object"}], Sampling(0.9, 40, 0.9), 7),
-}
-
-
-@cache
-def wanted(case: str, quant: str) -> list[list[int]]:
-    grammars, own, seed = CASES[case]
-    engine = engine_of("none", quant=quant, max_new_tokens=LENGTH)
-    both = enumerate(zip((PROMPT, OTHER), grammars))
-    return [
-        plain_loop(engine, text, own, seed, i, masking(engine, source))
-        for i, (text, source) in both
-    ]
-
-
-@pytest.mark.parametrize("draft, quant, compile", [
-    ("none", "none", False), ("dynamic", "none", True), ("auto", "none", True),
-    ("eagle+ngram", "none", True), ("model tree", "none", False), ("lookahead", "none", False),
-    *slow((draft, quant, compile) for draft in (*DRAFTS, "vocab") for quant in ("none", "int8", "int4")
-          for compile in (False, True)),
-])  # fmt: skip
-def test_the_text_is_that_of_a_plain_loop(draft, quant, compile):
-    """Rows with and without a grammar, side by side, and alone too in int8; greedy, sampled, and with cuts."""
-    for batch in (1, 2) if quant == "int8" else (2,):
-        engine = engine_of(
-            draft, quant=quant, compile=compile, batch_size=batch, max_new_tokens=LENGTH
-        )
-        for case, (grammars, own, seed) in CASES.items():
-            options = own._asdict() | {"seed": seed}
-            got = generate(engine, [PROMPT, OTHER], grammar=grammars, **options)
-            assert got.tokens == wanted(case, quant), case
 
 
 def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
@@ -161,15 +78,6 @@ def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
         assert place.only is None or len(may_end) != 3, "it may stop or go on"
     assert may_end == [[False] * 2, [False] * 2, [True] * 2, [False] * 2, [True] * 2]
     assert not place.allows(a) and place.after(ends[0]) is None
-
-
-def test_captured_cycles_stand_beside_those_with_a_grammar():
-    """Buffers that stay, as on CUDA: prompts with and without a grammar, one behind the other."""
-    engine, prompts = engine_of("auto", batch_size=2), [PROMPT, OTHER] * 2
-    asked = {"grammar": [PERSON, None, None, LARK], "temperature": 1.0}
-    want = generate(engine, prompts, **asked)
-    captured = fresh(engine, captured=True)
-    assert generate(captured, prompts, **asked).tokens == want.tokens
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
@@ -299,14 +207,12 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     assert not session.guide_errors
 
 
-@pytest.mark.parametrize("options, asked, message", [
-    ({"ignore_eos": True}, LARK, "ignore_eos or accept=residual"),
-    ({"accept": "residual", "temperature": 1.0, "tree": "dynamic"}, LARK, "ignore_eos or accept=residual"),
-    ({}, [LARK, LARK], "grammar has 2 values, and there are 1 prompts"),
-])  # fmt: skip
-def test_engines_that_follow_no_grammar(options, asked, message):
-    with pytest.raises(ValueError, match=message):
-        generate(engine_of(**options), [PROMPT], grammar=asked)
+@pytest.mark.parametrize("options", [
+    {"ignore_eos": True}, {"accept": "residual", "temperature": 1.0, "tree": "dynamic"},
+], ids=str)  # fmt: skip
+def test_engines_that_follow_no_grammar(options):
+    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
+        generate(engine_of(**options), [PROMPT], grammar=LARK)
 
 
 def test_a_grammar_needs_a_tokenizer():

@@ -7,30 +7,29 @@ from itertools import cycle
 
 import pytest
 import torch
-from test_lossless import assert_same, make
+from test_lossless import make
 
 import decode as loop
-from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, record, slow
+import demo_drafts
+import helpers
+from demo_drafts import DRAFTS
+from helpers import OPERATORS, engine_for, golden_target, record, slow
 from run.engine import Engine
-from run.generate import load
-from run.options import DEMO, Sampling
+from run.options import Sampling
 from run.session import Session, copy_sequence
 from runtime import tensors_of
 
-DRAFTERS = ("none", "dynamic", "chain", "ngram", "auto:dynamic", "eagle+ngram", "model:chain")
 SHARED = [(7 * i + i * i) % 97 for i in range(270)]  # more than a prefill chunk
 FIRST = [*SHARED, 5, 17, 3]
 SECOND = [*SHARED, 9, 33]
 RULES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 LONG = 40  # new tokens of the sequence that goes on while others copy from it
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "batch_size": 3}
-IN_INT8 = OPTIONS | {
-    "checkpoint": DEMO,
-    "device": "cpu",
-    "compile": True,
-    "quant": "int8",
-    "kv": "int8",
-}
+
+
+def engine_of(draft: str, **options) -> Engine:
+    """The demo in int8, weights and cache, where no margin is needed."""
+    return demo_drafts.engine_of(draft, quant="int8", kv="int8", compile=True, **OPTIONS | options)
 
 
 def decode(session: Session, seq: int, prompt: list[int], rule: Sampling, **options) -> list[int]:
@@ -70,53 +69,27 @@ def fresh(engine: Engine, rule: Sampling) -> list[list[int]]:
 
 
 @cache
-def in_fp32(rule: str) -> tuple[Engine, list[list[int]]]:
-    """The engine without a drafter, for its margins, and its tokens."""
-    margins = {"temperature": RULES[rule].temperature, "seed": 7}
-    plain = engine_for(golden_target(), make("none"), **OPTIONS, **margins)
-    return plain, fresh(plain, RULES[rule])
+def wanted(rule: str) -> list[list[int]]:
+    """The tokens of fresh sessions without a drafter."""
+    return fresh(engine_of("none"), RULES[rule])
 
 
-def check_each(rule: str, found: list[list[int]]) -> None:
-    """The tokens of `copied` are those of fresh sessions."""
-    plain, wanted = in_fp32(rule)
-    for (seq, prompt), new, want in zip(ASKED, found, wanted):
-        assert len(new) >= OPTIONS["max_new_tokens"]
-        assert_same(plain, prompt, new, want, (seq, 0))
-
-
-@cache
-def in_int8(rule: str) -> list[list[int]]:
-    return fresh(load(**IN_INT8, draft="none"), RULES[rule])
-
-
-TURNS = [*zip(DRAFTERS, cycle(RULES))]
-OTHERS = [*zip(DRAFTERS, cycle([*RULES][::-1]))]
-
-
-@pytest.mark.parametrize("drafter, rule", [*TURNS, *slow(OTHERS)])
-def test_a_copied_prefix_changes_no_token(drafter, rule):
-    engine = engine_for(golden_target(), make(drafter), **OPTIONS)
-    check_each(rule, copied(engine, RULES[rule]))
+TURNS = [*zip(DRAFTS, cycle(RULES))]
+OTHERS = [*zip(DRAFTS, cycle([*RULES][::-1]))]
 
 
 @OPERATORS
-@pytest.mark.parametrize(
-    "draft", [{"draft": "none"}, {"tree": "dynamic"}, {"tree": "auto"}], ids=str
-)
-def test_in_int8_without_exception(draft):
-    """Weights and cache."""
-    engine = load(**IN_INT8, **draft)
-    for rule in RULES:
-        assert copied(engine, RULES[rule]) == in_int8(rule), rule
+@pytest.mark.parametrize("draft, rule", [*TURNS, *slow(OTHERS)])
+def test_a_copied_prefix_changes_no_token(draft, rule):
+    assert copied(engine_of(draft), RULES[rule]) == wanted(rule)
 
 
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("drafter", ["none", *slow(["dynamic"])])
-def test_buffers_that_stay(drafter):
+@OPERATORS
+@pytest.mark.parametrize("draft", ["none", "dynamic"])
+def test_buffers_that_stay(draft):
     """As on CUDA: reports come late, cycles run over fixed buffers."""
-    engine = compiled_as_on_cuda(engine_for(golden_target(), make(drafter), **OPTIONS))
-    check_each("greedy", copied(engine, RULES["greedy"], host_lag=1))
+    captured = helpers.fresh(engine_of(draft), captured=True)
+    assert copied(captured, RULES["sampled"], host_lag=1) == wanted("sampled")
 
 
 @pytest.mark.parametrize("drafter", ["dynamic", "model:chain"])

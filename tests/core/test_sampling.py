@@ -7,6 +7,7 @@ is seeded, so a test that has passed once passes always. Biased samplers must fa
 import itertools
 import math
 import random
+import statistics
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import reference
+import sampling
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from drafts import residual
@@ -25,11 +27,14 @@ from helpers import (
     golden_target,
     parents_of,
     process,
+    record,
+    shaped_cut,
     slow,
     text_with,
     with_children,
 )
 from reference import TORCH, accept, best, build_tree, cumsum_in_blocks, root_tree
+from run.generate import generate
 from run.options import Sampling
 from run.session import Session
 from runtime import replace_fields
@@ -64,13 +69,11 @@ def philox(counter, key):
     return [int(w) for w in reference.philox4x32(tuple(words[:4]), tuple(words[4:]))]
 
 
-@pytest.mark.parametrize("case", KNOWN_ANSWERS)
-def test_known_answers(case):
-    counter, key, expected = ([int(w, 16) for w in text.split()] for text in case)
-    assert philox(counter, key) == philox_reference(counter, key) == expected
-
-
-def test_random_counters():
+def test_philox_has_the_known_answers():
+    """And those of the plain one on random counters."""
+    for case in KNOWN_ANSWERS:
+        counter, key, expected = ([int(w, 16) for w in text.split()] for text in case)
+        assert philox(counter, key) == philox_reference(counter, key) == expected
     rng = random.Random(0)
     for _ in range(200):
         counter, key = ([rng.getrandbits(32) for _ in range(n)] for n in (4, 2))
@@ -85,41 +88,25 @@ def noise_key(seed=0, prompts=(0,), samples=None):
     )
 
 
-def test_layout():
-    """Which counter a number comes from: token block, draw and domain, sample, prompt."""
-    seed, prompt, sample, draw = 2**40 + 9, 7, 5, 11
-    u = uniforms(noise_key(seed, [prompt], [sample]), torch.tensor([[draw]]), 10, ACCEPT)[0, 0]
-    for token in range(10):
-        words = philox_reference([token // 4, draw + (ACCEPT << 30), sample, prompt], [9, 2**8])
-        assert u[token].item() == pytest.approx((words[token % 4] + 0.5) * 2**-32, rel=2**-23)
+@pytest.mark.parametrize("domain", [CHOICE, DRAFT, ACCEPT])
+@pytest.mark.parametrize("seed", [0, 2**40 + 9, 2**64 - 1])
+def test_layout(seed, domain):
+    """The counter of a number: token block, draw and domain, sample, prompt. Its key: the seed's two words.
 
-
-def test_rows_are_independent_of_the_batch():
-    prompts, samples = [3, 0, 3, 250], [0, 1, 2, 0]
-    first = torch.tensor([5, 0, 5, 1000])
-    together = gumbel(noise_key(1, prompts, samples), first, 2, 33)
-    for row in range(4):
-        key = noise_key(1, prompts[row : row + 1], samples[row : row + 1])
-        assert torch.equal(gumbel(key, first[row : row + 1], 2, 33)[0], together[row])
-    single = gumbel(noise_key(1, prompts, samples), first + 1, 1, 33)
-    assert torch.equal(single, together[:, 1:])  # nor of the other draws asked for
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 3, 4, 5, 64, 99])
-def test_a_smaller_vocabulary_reads_the_same_noise(vocab):
-    key, first = noise_key(1, [0, 1]), torch.tensor([0, 4])
-    assert torch.equal(gumbel(key, first, 2, vocab), gumbel(key, first, 2, 100)[:, :, :vocab])
-
-
-def test_noise_is_never_read_twice():
-    seen = []
-    draws = torch.tensor([[0, 1, 2, 64, 2**20, 2**30 - 1]])
-    seeds = (0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1)
-    streams = itertools.product(seeds, (0, 1, 2, 500), (0, 1, 2, 500), (CHOICE, DRAFT, ACCEPT))
-    for seed, prompt, sample, domain in streams:
-        u = uniforms(noise_key(seed, [prompt], [sample]), draws, 8, domain)
-        seen += [tuple(row) for row in u[0].reshape(-1, 4).tolist()]
-    assert len(set(seen)) == len(seen) == 6 * 4 * 4 * 3 * 12
+    So no number is read twice, and a row depends neither on the others nor on the size of the vocabulary.
+    """
+    prompts, samples = [7, 0, 500], [5, 1, 0]
+    draws = torch.tensor([[11, 12], [2**30 - 2, 2**30 - 1], [0, 1]])
+    noise = noise_key(seed, prompts, samples)
+    u = uniforms(noise, draws, 10, domain)
+    for row, i, token in itertools.product(range(3), range(2), range(10)):
+        counter = [token // 4, int(draws[row, i]) + (domain << 30), samples[row], prompts[row]]
+        word = philox_reference(counter, [seed & reference.MASK32, seed >> 32])[token % 4]
+        assert u[row, i, token].item() == pytest.approx((word + 0.5) * 2**-32, rel=2**-23)
+    if domain == CHOICE:
+        exact = -torch.log(-torch.log1p(-u.double()))
+        ours = gumbel(noise, draws[:, 0], 2, 10).double()
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -182,23 +169,66 @@ RULES = [
     Sampling(1.0, top_k=100, top_p=1.0), Sampling(1.0, min_p=0.2),
     Sampling(0.7, top_k=6, top_p=0.9, min_p=0.3),
 ]  # fmt: skip
+SHAPED = [
+    Sampling(1.0, top_n_sigma=0.5), Sampling(0.7, top_n_sigma=1.5), Sampling(1.0, typical_p=0.2), Sampling(1.3, typical_p=0.9),
+    Sampling(1.0, xtc_probability=1.0, xtc_threshold=0.1), Sampling(1.0, xtc_probability=1.0, xtc_threshold=0.25),
+    Sampling(0.7, 8, 0.95, 0.02, 2.0, 0.95, 1.0, 0.08),
+]  # fmt: skip
+
+
+def typical(p: dict[int, float], most: float) -> set[int]:
+    """The tokens whose surprise is nearest to the expected one, up to a mass. Source: arXiv 2202.00666."""
+    expected = -sum(x * math.log(x) for x in p.values())
+    kept, mass = set(), 0.0
+    for token in sorted(p, key=lambda token: abs(-math.log(p[token]) - expected)):
+        kept.add(token)
+        mass += p[token]
+        if mass > most:
+            break
+    return kept
 
 
 def distribution(logits, rule):
-    """Probabilities of one row of logits under `rule`, token by token, on Python numbers."""
+    """Probabilities of one row of logits under `rule`, token by token, on Python numbers.
+
+    Each cut acts on what the ones before it leave, in the order of llama.cpp; the temperature comes before all.
+    """
     z = (logits / rule.temperature).tolist()
-    ranked = sorted(range(len(z)), key=lambda i: (-z[i], i))[: rule.top_k or len(z)]
-    weight = [math.exp(z[i] - z[ranked[0]]) for i in ranked]
-    kept, mass = [], 0.0
-    for token, w in zip(ranked, weight):
-        if mass >= rule.top_p or w < rule.min_p:
+    ranked = sorted(range(len(z)), key=lambda i: (-z[i], i))
+    if rule.top_n_sigma > 0:
+        least = max(z) - rule.top_n_sigma * statistics.pstdev(z)
+        ranked = [i for i in ranked if z[i] >= least]
+    ranked = ranked[: rule.top_k or len(z)]
+    weight = {i: math.exp(z[i] - max(z)) for i in ranked}
+    if rule.typical_p < 1:
+        stay = typical({i: w / sum(weight.values()) for i, w in weight.items()}, rule.typical_p)
+        weight = {i: w for i, w in weight.items() if i in stay}
+    best, total = max(weight.values()), sum(weight.values())
+    kept, mass = {}, 0.0
+    for token, w in weight.items():
+        if mass >= rule.top_p or w / best < rule.min_p:
             break
-        kept.append((token, w))
-        mass += w / sum(weight)
+        kept[token] = w
+        mass += w / total
+    if rule.xtc_probability:
+        likely = [i for i, w in kept.items() if w / sum(kept.values()) >= rule.xtc_threshold]
+        kept = {i: w for i, w in kept.items() if i not in likely[:-1]}
     p = torch.zeros(len(z), dtype=torch.double)
-    for token, w in kept:
-        p[token] = w / sum(w for _, w in kept)
+    for token, w in kept.items():
+        p[token] = w / sum(kept.values())
     return p
+
+
+@pytest.mark.parametrize("rule", SHAPED, ids=str)
+def test_further_cuts(rule):
+    """With C++ operators and without."""
+    logits = 2 * torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([distribution(row, rule) for row in logits])
+    for backend in (reference.choose(torch.device("cpu")), TORCH):
+        cut = shaped_cut(logits[None], [rule], torch.arange(40)[None], backend)[0]
+        assert torch.equal(cut.isfinite(), expected > 0)
+        assert torch.allclose(cut.softmax(-1).double(), expected, atol=1e-6)
+    assert (expected == 0).any()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -217,23 +247,26 @@ def kept(logits, **rule):
     return p.isfinite().nonzero().flatten().tolist()
 
 
-def test_ties_at_a_cut_go_to_the_lower_id():
-    assert kept([1.0, 2.0, 1.0, 1.0], top_k=2) == [0, 1]
-    assert kept([0.0] * 8, top_k=3) == [0, 1, 2]
-    assert kept([0.0] * 4, top_p=0.5) == [0, 1]
-    assert kept([0.0] * 4, top_p=0.51) == [0, 1, 2]
-    assert kept([0.0, 1.0], top_p=1e-300) == [1], "fp32 would hold it as 0"
-    assert kept([-5.0, 3.0, 30.0], top_p=1e-9) == [2]
-    assert kept([0.0, 0.0, 0.0], top_p=1e-9) == [0]
-    assert kept([0.0, 9.0, 0.0, 9.0], top_p=0.4) == [1]
-    assert kept([0.0] * 64, top_k=4, top_p=0.75) == [0, 1, 2]  # top-p counts what top-k left
+QUARTERS = [math.log(p) for p in (0.4, 0.3, 0.21, 0.09)]
 
 
-def test_min_p_is_a_share_of_the_likeliest():
-    scores = [math.log(p) for p in (0.4, 0.3, 0.21, 0.09)]
-    assert [len(kept(scores, min_p=p)) for p in (0.2, 0.5, 0.7, 0.8, 1.0)] == [4, 3, 2, 1, 1]
-    assert kept([1.0, 1.0, 0.9], min_p=1.0) == [0, 1]  # and all that tie with it
-    assert kept(scores, top_p=0.65, min_p=0.2) == [0, 1]  # top-p counts what min-p drops
+@pytest.mark.parametrize("logits, rule, want", [
+    ([1.0, 2.0, 1.0, 1.0], {"top_k": 2}, [0, 1]),  # of equals the lower ids
+    ([0.0] * 8, {"top_k": 3}, [0, 1, 2]),
+    ([0.0] * 4, {"top_p": 0.5}, [0, 1]),
+    ([0.0] * 4, {"top_p": 0.51}, [0, 1, 2]),
+    ([0.0, 1.0], {"top_p": 1e-300}, [1]),  # fp32 would hold it as 0
+    ([-5.0, 3.0, 30.0], {"top_p": 1e-9}, [2]),
+    ([0.0] * 3, {"top_p": 1e-9}, [0]),
+    ([0.0, 9.0, 0.0, 9.0], {"top_p": 0.4}, [1]),
+    ([0.0] * 64, {"top_k": 4, "top_p": 0.75}, [0, 1, 2]),  # top-p counts what top-k left
+    *((QUARTERS, {"min_p": p}, [*range(n)]) for p, n in ((0.2, 4), (0.5, 3), (0.7, 2), (0.8, 1), (1.0, 1))),
+    ([1.0, 1.0, 0.9], {"min_p": 1.0}, [0, 1]),  # and all that tie with it
+    (QUARTERS, {"top_p": 0.65, "min_p": 0.2}, [0, 1]),  # top-p counts what min-p drops
+], ids=str)  # fmt: skip
+def test_edges_of_cuts(logits, rule, want):
+    p = process(torch.tensor(logits), Sampling(1.0, **rule))
+    assert p.isfinite().nonzero().flatten().tolist() == want
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 32000])
@@ -300,6 +333,67 @@ def test_choices_along_prompts_and_samples():
         p = distribution(LOGITS, rule)
         joint = torch.bincount(pair[:, 0] * 8 + pair[:, 1], minlength=64)
         assert chi_square(joint, torch.outer(p, p)) > ALPHA
+
+
+# ------------------------------------------------------------------------------ rows of one batch
+
+ROWS_RULES = [
+    Sampling(), Sampling(0.6, top_k=12), Sampling(1.0, min_p=0.05), Sampling(0.8, top_p=0.7),
+    Sampling(1.0, top_k=40, top_p=0.9), Sampling(1.0), Sampling(),
+]  # fmt: skip
+BACKENDS = pytest.mark.parametrize(
+    "backend", [reference.choose(torch.device("cpu")), TORCH], ids=["ours", "plain"]
+)
+
+
+@BACKENDS
+def test_a_row_is_cut_by_its_own_parameters(backend):
+    """To the bit, whatever the kind of the step and the other rows; a greedy one's scores stay as they are."""
+    logits = 4 * torch.randn(len(ROWS_RULES), 3, 997, generator=torch.Generator().manual_seed(0))
+    together = SamplingTensors.from_params(ROWS_RULES).cut(logits, backend)
+    noisy = []
+    for row, own in enumerate(ROWS_RULES):
+        if own.temperature == 0:
+            assert torch.equal(together[row], logits[row])
+            continue
+        mode = SamplingMode.needed_by(own)
+        rule = SamplingTensors.from_params([own]).needed(mode)
+        assert torch.equal(together[row : row + 1], rule.cut(logits[row : row + 1], backend))
+        noisy += [row] if mode == SamplingMode.NOISY else []
+    uncut = SamplingTensors.from_params(ROWS_RULES).needed(SamplingMode.NOISY).cut(logits, backend)
+    assert torch.equal(uncut[noisy], together[noisy]) and noisy
+
+
+@BACKENDS
+def test_a_greedy_row_has_no_noise(backend):
+    greedy = torch.tensor([False, True, False])
+    seeds = torch.tensor([[1, 0], [2, 0], [3, 0]])
+    key = SamplingTensors(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), greedy)
+    first = torch.tensor([4, 5, 6])
+    noise = gumbel(key, first, 2, 130, backend=backend)
+    assert not noise[1].any()
+    everywhere = gumbel(key._replace(greedy=None), first, 2, 130, backend=backend)
+    assert torch.equal(noise[~greedy], everywhere[~greedy]) and everywhere[1].all()
+
+
+def test_where_all_are_greedy_nothing_is_sampled(monkeypatch):
+    """Neither in an engine that was loaded to sample, nor beside a sequence that has ended."""
+    options = {"batch_size": 2, "temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    engine = engine_for(golden_target(), RootOnly(), **options)
+    noise = record(monkeypatch, sampling, "gumbel")
+    cuts = record(monkeypatch, sampling.SamplingTensors, "cut")
+    generate(engine, [[5, 17, 3], [9, 33]], temperature=0)
+    assert not noise and not cuts
+    session = Session(engine)
+    session.configure(0, Sampling(), 0)
+    session.admit(0, [5, 17, 3], (0, 0))
+    session.admit(1, [9, 33], (1, 0), max_new_tokens=2)
+    while session.busy(1):
+        session.step()
+    sampled = len(noise)
+    while session.busy(0):
+        session.step()
+    assert sampled > 0 and len(noise) == sampled
 
 
 # -------------------------------------------------------------------------------- the residual rule

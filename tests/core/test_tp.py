@@ -48,25 +48,25 @@ TINY = {  # every layer with a bias; two KV heads
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 97, "attention_bias": True,
     "mlp_bias": True, "torch_dtype": "float32",
 }  # fmt: skip
-MIXTURE = TINY | {
-    "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
-    "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
-
-GPT_OSS = TINY | {  # every bias, the experts' too, and sinks
-    "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
-}  # fmt: skip
-
-SHARED = TINY | {
-    "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 128, "mlp_bias": False,
-}  # fmt: skip
-
-GLM4 = TINY | {"architectures": ["Glm4ForCausalLM"], "mlp_bias": False}  # norms behind the sums
-
-GLM45 = TINY | {  # experts by sigmoids and a shared one, behind a dense layer
-    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    "num_hidden_layers": 3, "use_qk_norm": True, "mlp_bias": False,
+FOUR = {"num_experts_per_tok": 2, "mlp_bias": False}  # experts
+RANDOM = {  # models of random weights
+    "biases": TINY,
+    "mixture": TINY | FOUR | {
+        "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "attention_bias": False,
+    },
+    # every bias, the experts' too
+    "sinks": TINY | FOUR | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "sliding_window": 8},
+    "shared expert": TINY | FOUR | {
+        "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+    },
+    # norms behind the sums
+    "glm4": TINY | {"architectures": ["Glm4ForCausalLM"], "mlp_bias": False},
+    # experts by sigmoids and a shared one, behind a dense layer
+    "glm4.5": TINY | FOUR | {
+        "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "moe_intermediate_size": 64,
+        "num_hidden_layers": 3, "use_qk_norm": True,
+    },
 }  # fmt: skip
 
 
@@ -140,25 +140,21 @@ def check_close(options: dict, found: dict, most: float, engine: Engine | None =
 
 
 def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
-    """The cases that every run of the suite decodes. Writes: two models into the folder."""
-    tiny, mixture = write_tiny(folder / "tiny", TINY), write_tiny(folder / "mixture", MIXTURE)
+    """The cases that every run of the suite decodes. Writes: models into the folder."""
+    written = {name: write_tiny(folder / name, raw) for name, raw in RANDOM.items()}
+    mixture = written["mixture"]
+    one = {"prompts": PROMPTS[:1]}
     fp32 = {"dtype": "float32", "temperature": 1.0}
-    sinks = write_tiny(folder / "sinks", GPT_OSS)
-    int8 = {"dtype": "bfloat16", "quant": "int8", "prompts": PROMPTS[:1]}
-    int4 = {"quant": "int4", "prompts": PROMPTS[:1]}
+    int8 = {"dtype": "bfloat16", "quant": "int8", **one}
+    int4 = {"quant": "int4", **one}
     small = {"tree": "dynamic", "tree_depth": 2, "tree_topk": 2, "tree_size": 4}
-    deeper = {"rank 1": {"tree_depth": 5}}
     replaced = {"batch_size": 2, "prompts": [*PROMPTS, PROMPTS[0][::-1]]}
     return {
         2: {
             "llama": options_of("llama", "eagle", dtype="float32"),
-            "biases": options_of(tiny, "ngram", prompts=PROMPTS[:1], **fp32, top_p=0.9),
-            "sinks": options_of(sinks, "ngram", prompts=PROMPTS[:1], **fp32),
             **{
-                name: options_of(
-                    write_tiny(folder / name, raw), "ngram", prompts=PROMPTS[:1], **fp32
-                )
-                for name, raw in {"shared expert": SHARED, "glm4": GLM4, "glm4.5": GLM45}.items()
+                name: options_of(path, "ngram", **one, **fp32, top_p=0.9)
+                for name, path in written.items() if name != "mixture"
             },
             "int8": options_of("llama", "eagle", **int8),
             "int8 vanilla": options_of("llama", "none", **int8),
@@ -169,14 +165,14 @@ def quick_cases(folder: Path) -> dict[int, dict[str, dict]]:
             "compiled": options_of("llama", "eagle", compile=True, **int8, **small),
         },
         4: {
-            "other trees": options_of("llama", "eagle", tree="dynamic", **deeper),
+            "other trees": options_of("llama", "eagle", tree="dynamic", **{"rank 1": {"tree_depth": 5}}),
             "mixtral": options_of("mixtral", "eagle", **replaced, **fp32),
             "large groups": options_of(mixture, "none", quant="int4"),
             "auto": options_of("llama", "eagle", tree="auto"),
             "interactive": options_of("llama", "none", interactive=True),
             "queue": options_of("llama", "none", prompt_file="/dev/null"),
         },
-    }
+    }  # fmt: skip
 
 
 class Quick(NamedTuple):
@@ -301,16 +297,17 @@ def test_a_part_is_a_view_of_what_is_read_or_a_new_tensor_like_it(layer):
     assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
 
 
-@pytest.mark.parametrize("raw,world,rule", [
-    (TINY, 3, "must divide 4 heads and weights of 128 and 256 inputs, and divide 2 KV heads or be a multiple of them; "
+@pytest.mark.parametrize("changes,world,rule", [
+    ({}, 3, "must divide 4 heads and weights of 128 and 256 inputs, and divide 2 KV heads or be a multiple of them; "
      "it is 3: make it 1 or 2 or 4"),
-    (TINY | {"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "and divide 3 KV heads or be a multiple of them; it "
+    ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "and divide 3 KV heads or be a multiple of them; it "
      "is 2: make it 1"),
-    (MIXTURE | {"intermediate_size": 90}, 4, "4 heads and weights of 90 and 128 inputs, and"),
+    ({"intermediate_size": 90}, 4, "4 heads and weights of 90 and 128 inputs, and"),
 ])  # fmt: skip
-def test_ranks_that_do_not_divide(tmp_path, raw, world, rule):
+def test_ranks_that_do_not_divide(tmp_path, changes, world, rule):
+    config = config_from(TINY | changes, "LlamaForCausalLM")
     with pytest.raises(ValueError) as error:
-        tp.check_parts(config_from(raw, raw["architectures"][0]), world, tmp_path)
+        tp.check_parts(config, world, tmp_path)
     assert rule in str(error.value) and str(tmp_path) in str(error.value)
 
 
@@ -322,27 +319,24 @@ def joined(monkeypatch):
     monkeypatch.setattr(tp.dist, "is_initialized", lambda: True)
 
 
-def test_groups_that_ranks_do_not_divide(tmp_path, joined):
-    raw = TINY | {"num_attention_heads": 2, "head_dim": 64, "intermediate_size": 192}
-    path = Path(write_tiny(tmp_path / "m", raw))
-    quantize_directory(path, tmp_path / "saved", Quantization("int4", 64))
-    on_load = (
-        "int4 group size 64 does not divide in_features 96 of layers.0.w2.*; use group_size=32$"
-    )
-    in_file = r"weight_scale has shape \[64, 3\], and 2 ranks do not divide 3; start fewer, or use"
-    for file, quant, rule in (
-        (path, Quantization("int4", 64), on_load), (tmp_path / "saved", None, in_file),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=rule):
-            tp.load_model(file, torch.float32, "cpu", quant, None)
+NARROW = {"num_attention_heads": 2, "head_dim": 64, "intermediate_size": 192}
 
 
-def test_rows_that_ranks_do_not_divide(tmp_path, joined):
-    """Of a file that is not what its config says."""
-    path = Path(write_tiny(tmp_path / "m", TINY | {"intermediate_size": 257}))
-    (path / "config.json").write_text(json.dumps(TINY))
-    with pytest.raises(ValueError, match=r"gate_proj.* has shape \[257, 64\], and 2 ranks do not"):
-        tp.load_model(path, torch.float32, "cpu", None, None)
+@pytest.mark.parametrize("changes, saved, quant, rule", [
+    (NARROW, None, "int4", "int4 group size 64 does not divide in_features 96 of layers.0.w2.*; use group_size=32$"),
+    (NARROW, "int4", None, r"weight_scale has shape \[64, 3\], and 2 ranks do not divide 3; start fewer, or use"),
+    # a file that is not what its config says
+    ({"intermediate_size": 257}, None, None, r"gate_proj.* has shape \[257, 64\], and 2 ranks do not"),
+])  # fmt: skip
+def test_weights_that_ranks_do_not_divide(tmp_path, joined, changes, saved, quant, rule):
+    path = Path(write_tiny(tmp_path / "m", TINY | changes))
+    if saved:
+        quantize_directory(path, tmp_path / "saved", Quantization(saved, 64))
+        path = tmp_path / "saved"
+    if changes is not NARROW:
+        (path / "config.json").write_text(json.dumps(TINY))
+    with pytest.raises(ValueError, match=rule):
+        tp.load_model(path, torch.float32, "cpu", Quantization(quant, 64) if quant else None, None)
 
 
 @pytest.mark.parametrize("facts,rule", [
