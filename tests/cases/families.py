@@ -129,6 +129,16 @@ QWEN3_MOE = {
 }  # fmt: skip
 
 
+def renamed(old: str, new: str, **more: torch.Tensor) -> Callable[[dict], dict]:
+    """A function of tensors: other beginnings of their names, and further tensors with dots for __."""
+    further = {name.replace("__", "."): tensor for name, tensor in more.items()}
+    return lambda held: {n.replace(old, new, 1): v for n, v in held.items()} | further
+
+
+def with_lm_head(held: dict) -> dict:
+    return held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}
+
+
 def plain(kind: str, cases: dict[str, dict], **more: Any) -> Family:
     """kind: as in the names of transformers' classes"""
     first = next(iter(cases))
@@ -146,6 +156,10 @@ PLAIN_FAMILIES = {
         "YaRN": {"head_dim": 12, "rope_parameters": YARN},
         "tied": {"tie_word_embeddings": True},
         "biases": {"attention_bias": True, "mlp_bias": True},
+    }, rewritten={
+        "tables of the rope": Rewritten({}, {}, renamed("", "", model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))),
+        # which is no second matrix
+        "tied, with the LM head": Rewritten({"tie_word_embeddings": True}, {}, with_lm_head),
     }, bad_keys=(
         bad("GPTNeoXForCausalLM", architectures=["GPTNeoXForCausalLM"]),
         bad("gpt_neox", architectures=None, model_type="gpt_neox"),
@@ -411,12 +425,6 @@ def with_pictures(raw: dict) -> dict:
     kind, model_type = names[raw["model_type"]]
     whole = {"architectures": [f"{kind}ForConditionalGeneration"], "model_type": model_type}
     return whole | {"text_config": raw}
-
-
-def renamed(old: str, new: str, **more: torch.Tensor) -> Callable[[dict], dict]:
-    """A function of tensors: other beginnings of their names, and further tensors with dots for __."""
-    further = {name.replace("__", "."): tensor for name, tensor in more.items()}
-    return lambda held: {n.replace(old, new, 1): v for n, v in held.items()} | further
 
 
 def stacked_experts(held: dict) -> dict:

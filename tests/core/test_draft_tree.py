@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree
-from drafters import DraftInputs, TreeDrafter, planned
+from drafters import DraftInputs, TreeDrafter
 from drafts.ngram_draft import add_chain
 from drafts.residual import sample_children
 from eagle_draft import EagleDrafter
@@ -432,12 +432,6 @@ def test_order_is_by_depth_then_path():
     assert (tree.depth, tree.size, tree.width, tree.widths) == (3, 7, 4, [2, 1])
     assert tree.inner == [[()], [(0,), (1,)], [(0, 1)]]
     assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
-    # level 0 has 3 candidates, level 1 2 x 2: those of row 0, then of row 1; level 2 has 4
-    made = planned(tree, "cpu")
-    assert [level.fixed_children.tolist() for level in made.plan[:2]] == [[[0, 1]], [[1]]]
-    shapes = [(level.k, level.first_candidate, level.first_slot) for level in made.plan]
-    assert shapes == [(3, 0, 0), (2, 3, 2), (4, 7, 3)]
-    assert made.plan[2].fixed_children is None and made.nodes.tolist() == [[0, 1, 2, 4, 5, 10]]
 
 
 @pytest.mark.parametrize("name, tree", [

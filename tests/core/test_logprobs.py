@@ -7,7 +7,7 @@ import torch
 from test_lossless import make
 
 from drafts.logprobs import Logprob, Logprobs
-from helpers import OPERATORS, compiled_as_on_cuda, engine_for, golden_target, slow
+from helpers import OPERATORS, engine_for, fresh, golden_target
 from run.engine import Engine
 from run.generate import load
 from run.options import DEMO, Sampling
@@ -66,11 +66,10 @@ def test_they_are_the_targets_own(drafter, rule):
         check(engine, *scored(engine, RULES[rule], likeliest), likeliest)
 
 
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("drafter", ["none", *slow(["dynamic"])])
+@pytest.mark.parametrize("drafter", ["none", "dynamic"])
 def test_captured_cycles_do_the_same(drafter):
     """As on CUDA: the features lie in buffers that the next cycle overwrites, the report comes late."""
-    engine = compiled_as_on_cuda(engine_for(golden_target(), make(drafter), **OPTIONS))
+    engine = fresh(engine_for(golden_target(), make(drafter), **OPTIONS), captured=True)
     check(engine, *scored(engine, RULES["sampled"], 2, host_lag=1), 2)
 
 

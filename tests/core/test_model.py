@@ -304,16 +304,6 @@ def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, write):
     assert torch.equal(wide.norm.weight, half["model.norm.weight"].float())
 
 
-def test_known_leftovers_are_not_unexpected(parts, write):
-    _, weights = parts
-    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
-    load_model(write(tensors=weights | table))
-    # files of tied models may repeat the embedding as LM head: it is not a second matrix
-    repeated = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
-    model = load_model(write({"tie_word_embeddings": True}, tensors=weights | repeated))
-    assert model.lm_head.weight is model.embedding.weight
-
-
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -346,12 +336,6 @@ def test_weights_that_do_not_fit_are_named(parts, write, layout):
     for tensors in bad:
         message = refused(write(layout=layout, tensors=tensors))
         assert (extra if extra in tensors else Q) in message, message
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"model": {"a": 1}}, {"x": 3}, torch.ones(2)])
-def test_a_bin_file_without_tensors_by_name_is_refused(write, content):
-    path = write(layout="bin", tensors=content)
-    assert str(path) in refused(path)
 
 
 # ------------------------------------------------------------------------------------------- memory

@@ -7,7 +7,6 @@ beside them, so tokens are compared in fp32.
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
 import torch
@@ -21,15 +20,11 @@ from backends.cpp.build import HERE
 from backends.library import has_cpu_operators, has_triton, is_plain, set_plain
 from backends.weight import Part, Weight
 from decode import build_cycles
-from drafters import RootOnly
 from helpers import (
     OPERATORS,
-    engine_for,
-    golden_target,
     quantized,
     quantized_experts,
 )
-from helpers import decode as decoded
 from reference import TORCH, choose
 from run import generate
 from run.load import load
@@ -152,19 +147,6 @@ def test_without_plain_no_reference_runs(short_demo, monkeypatch):
         assert len(tokens(short_demo, tree="dynamic", compile=True, **options)) == 12
 
 
-def test_an_edited_reference_of_experts_is_what_runs(monkeypatch):
-    def history():
-        engine = engine_for(golden_target("models/target_mixtral"), RootOnly(), max_new_tokens=4)
-        return decoded(engine, PROMPT).history
-
-    want = history()
-    set_plain()
-    assert history() == want
-    monkeypatch.setattr(reference, "experts_linear", edited)
-    with pytest.raises(RuntimeError, match="it was edited"):
-        history()
-
-
 @pytest.mark.parametrize("form", ["int8", "int4-64", "int4-128-zeros"])
 def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -180,22 +162,6 @@ def test_plain_matmuls_unpack_the_weights_of_cuda(form):
     record = Weight(stack.weight, parts, 256, scale=stack.scale, experts=4)
     got = TORCH.experts_matmul(x, record, expert)
     torch.testing.assert_close(got, stack.reference(x, expert))
-
-
-# ----------------------------------------------------------------------------------------- the flag
-
-
-def test_the_flag_end_to_end(short_demo, capsys):
-    """In fp32, where products are PyTorch's anyway, the tokens are the same with and without."""
-    options = "--device cpu --dtype float32 --json - --prompt_ids 5,17,3"
-    argv = shlex.split(f"--checkpoint {short_demo} {options} --max_new_tokens 12")
-    generate.main(argv)
-    want = capsys.readouterr()
-    generate.main([*argv, "--plain"])
-    got = capsys.readouterr()
-    texts = [text.out.split('"tokens": ')[1].split("]")[0] for text in (want, got)]
-    assert texts[0] == texts[1]
-    assert is_plain() and "--compile" not in got.err
 
 
 @OPERATORS
