@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,63 +21,30 @@ from torch import Tensor, nn
 from backends.cpp.layers import Program, fits, steps_of
 from backends.fusions import MergedLayers, fuse
 from eagle_draft import EagleConfig
+from families import FAMILIES
 from files import registry
+from files.config import read_config
 from files.eagle_variants import Eagle3Variant
 from files.heads import make_head
 from files.rank import Rank
 from helpers import COMPILER
 from kv_cache import KVCache, Window, by_shape
 from model import ModelConfig, Transformer, run_layers, windows_of
-from models.gemma3 import Gemma3
-from models.gemma4 import Gemma4
-from models.glm4 import Glm4
-from models.glm4_moe import Glm4Moe
-from models.gpt_oss import GptOss
-from models.lfm2 import Lfm2
-from models.mixtures import Qwen
-from models.qwen3_5 import Qwen35
 from models.steps import AddShared, Scale
 from reference import TORCH, choose, use_backend
 from run.tp import SumRanks, cuts_of, with_sums
 from steps import Add, Copy, Project, Rows, Step, run_steps
 
-SIZES = (64, 3, 4, 2, 16, 96, 50)
-LLAMA = ModelConfig(*SIZES)
-MODELS = {
-    "llama": LLAMA,
-    "with biases": replace(LLAMA, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "qwen3": Qwen(*SIZES, qk_norm=True, norm_eps=1e-6),
-    "mixtral": replace(LLAMA, n_experts=5, experts_per_token=2),
-    "qwen3 moe": Qwen(
-        *SIZES, qk_norm=True, n_experts=6, experts_per_token=3, expert_dim=32, norm_topk=False,
-        dense_layers=(1,),
-    ),
-    "qwen2 moe": Qwen(
-        *SIZES, qkv_bias=True, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48, norm_topk=False,
-    ),
-    "glm4": Glm4(*SIZES, qkv_bias=True, rotary_dim=8),
-    "glm4 moe": Glm4Moe(
-        *SIZES, qk_norm=True, rotary_dim=8, n_experts=6, experts_per_token=3, expert_dim=32, shared_dim=48,
-        share_scale=2.5, dense_layers=(0,),
-    ),
-    "gemma3": Gemma3(*SIZES, window=4, query_scale=0.2, sliding_layers=(0, 2)),
-    "gemma4, small": Gemma4(
-        *SIZES, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
-        shared_layers=1, wide_ffn=True, per_layer_dim=16, per_layer_vocab=50,
-    ),
-    "gemma4, experts": Gemma4(
-        *SIZES, window=4, query_scale=1.0, sliding_layers=(0, 2), global_head_dim=32,
-        keys_as_values=True, n_experts=5, experts_per_token=2, expert_dim=32,
-    ),
-    "qwen3_5": Qwen35(
-        *SIZES, qk_norm=True, rotary_dim=8, key_heads=2, value_heads=4, key_dim=16, value_dim=16,
-        recurrent_layers=(0, 2),
-    ),
-    "lfm2": Lfm2(*SIZES, qk_norm=True, conv_layers=(0, 2)),
-    "gpt-oss": GptOss(
-        *SIZES, qkv_bias=True, o_bias=True, n_experts=5, experts_per_token=2, window=4, sliding_layers=(0, 2), limit=0.5,
-    ),
+LLAMA = ModelConfig(64, 3, 4, 2, 16, 96, 50)
+MORE = {
+    "LLaMA": ("biases",), "Qwen3-MoE": ("first dense",), "Gemma 4": ("26B-A4B",), "Qwen3.5": ("experts",), "LFM2": ("experts",),
 }  # fmt: skip
+# cases of cases/families.py: the first of every family, and some whose lists have other steps
+MODELS = {
+    f"{name}, {case}": (name, case)
+    for name, family in FAMILIES.items()
+    for case in (next(iter(family.cases)), *MORE.get(name, ()))
+}
 EAGLE3 = Eagle3Variant((0, 1), 64, 40)
 HEADS = {
     "eagle": EagleConfig(replace(LLAMA, n_layers=2)),
@@ -181,16 +151,25 @@ def by_cpp(model: nn.Module, config: ModelConfig, behind: int, register: str) ->
     return torch.ops.gpt_eagle.head_step(program, *inputs, k, v, *tree_window()[:3])
 
 
+@cache
+def config_of(name: str) -> ModelConfig:
+    """The config that is read from the file of transformers' model."""
+    family, case = MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES[family].of(case).save_pretrained(folder)
+        return read_config(Path(folder))
+
+
 def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
     if name in MODELS:
-        return filled(Transformer(MODELS[name])), MODELS[name]
+        return filled(Transformer(config_of(name))), config_of(name)
     config = HEADS[name]
     return filled(make_head(config)), config.model
 
 
 # the operator that runs a part of a list has no states: test_families.py of tests/files compares passes
-RECURRENT = ("qwen3_5", "lfm2")
-IN_PARTS = [name for name in (*MODELS, *HEADS) if name not in RECURRENT]
+RECURRENT = ("Qwen3.5", "Qwen3-Next", "LFM2")
+IN_PARTS = [name for name in (*MODELS, *HEADS) if not name.startswith(RECURRENT)]
 
 
 @COMPILER
@@ -227,7 +206,9 @@ def test_merged_steps_compute_what_their_parts_do(name):
     )
     streams = [wanted[i].stream for i in ends if places_of(model)[i][2] == 0]
     torch.testing.assert_close(aux[1], streams[-1], atol=1e-3, rtol=1e-3)
-    if name in ("gemma3", "qwen3_5"):  # whose merged norms take their weights in fp32
+    if name.startswith(
+        ("Gemma 3", "Qwen3.5", "Qwen3-Next")
+    ):  # whose merged norms take their weights in fp32
         torch.testing.assert_close(fused.end(rows).h, wanted[-1].h, atol=1e-3, rtol=1e-3)
         return
     assert torch.equal(fused.end(rows).h, wanted[-1].h)
@@ -237,13 +218,13 @@ def test_merged_steps_compute_what_their_parts_do(name):
 def test_segments_of_one_kind_are_equal():
     """A compiled call serves all layers of a kind, and no other."""
     kinds_of = {
-        "llama": 1,
-        "mixtral": 1,
-        "qwen3 moe": 2,
-        "gemma3": 2,
-        "gpt-oss": 2,
-        "qwen3_5": 2,
-        "lfm2": 3,  # before attention, whose projection divides by the norm, and before neither
+        "LLaMA, as it is": 1,
+        "Mixtral, as it is": 1,
+        "Qwen3-MoE, first dense": 2,
+        "Gemma 3, as it is": 2,
+        "gpt-oss, as it is": 2,
+        "Qwen3.5, as it is": 2,
+        "LFM2, as it is": 3,  # before attention, whose projection divides by the norm, and before neither
     }
     for name, kinds in kinds_of.items():
         model, _ = model_of(name)
@@ -259,7 +240,7 @@ def test_a_list_that_nothing_merges_stays_as_it_is():
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_add_up_what_they_share(name):
     """A sum for each sublayer, in front of what reads the stream; and each weight is split one way."""
-    config = MODELS[name]
+    config = config_of(name)
     for i in range(config.n_layers):
         steps = with_sums(config.layer(i))
         sums = [i for i, step in enumerate(steps) if isinstance(step, SumRanks)]
@@ -283,7 +264,7 @@ class Double(Step):
 
 
 def test_a_step_without_cpp_leaves_its_model_to_pytorch():
-    model, config = model_of("llama")
+    model, config = model_of("LLaMA, as it is")
     want = model(*[torch.zeros(1, 3, dtype=torch.long)] * 2)
     for layer in model.layers:
         layer.steps = (*layer.steps[:-1], Double(), layer.steps[-1])
@@ -294,7 +275,7 @@ def test_a_step_without_cpp_leaves_its_model_to_pytorch():
 
 
 def test_a_register_that_cpp_lacks_leaves_its_model_to_pytorch():
-    model, _ = model_of("llama")
+    model, _ = model_of("LLaMA, as it is")
     assert fits(steps_of(model))
     model.last = (Copy("h", "kernel"), *model.last)
     assert not fits(steps_of(model))
