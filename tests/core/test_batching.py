@@ -1,34 +1,31 @@
-"""Rows that take one prompt after the other: the tokens of each are those of a run of its own, and a run that is killed
-goes on where it was."""
+"""Rows of a session: passes that they share and do not share, results in order, and the memory of their caches.
+
+Texts of rows that take one request after the other: test_requests.py.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_lossless import assert_same, make
+from test_lossless import make
 
 from drafters import RootOnly
 from files.memory import check_memory
 from helpers import (
-    Scripted,
     decode,
     engine_for,
-    fresh,
     golden_run,
     golden_target,
     record,
     refused,
-    slow,
 )
 from run.engine import Engine
-from run.generate import Result, generate, load, main
+from run.generate import load, main
 from run.options import DEMO
 from run.session import Session
 from run.stats import sequence_memory
@@ -39,50 +36,6 @@ from steps import Attend
 DEMO_IN_BF16 = {"checkpoint": DEMO, "device": "cpu", "seed": 5}
 # 16 to 60 tokens
 IDS = [[(7 * i + i * i * k) % 97 for i in range(5 + 11 * k % 60)] for k in range(1, 8)]
-
-
-THROUGH_ROWS = {"temperature": 1.0, "max_new_tokens": 14, "seed": 3, "context": 128}
-
-
-@functools.cache
-def alone() -> tuple[Engine, Result]:
-    """Vanilla's engine of one row, and two samples of each of IDS. Shared between tests."""
-    vanilla = engine_for(golden_target(), RootOnly(), **THROUGH_ROWS)
-    return vanilla, generate(vanilla, IDS, num_samples=2)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr("decode.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("decode.PREFILL_WIDTHS", (8, 16))
-
-
-def three_rows(name: str, captured: bool = False) -> Engine:
-    """An engine of three rows. name: a drafter, as `make` takes it"""
-    engine = engine_for(golden_target(), make(name), batch_size=3, **THROUGH_ROWS)
-    return fresh(engine, captured)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name, captured, host_lag", [
-    ("none", True, 1), ("tiny", False, 0), ("tiny", True, 1), ("model:tiny", False, 3),
-    *slow([
-        ("none", False, 0), ("none", False, 3), ("tiny", False, 3), ("model:tiny", False, 0), ("model:tiny", True, 1),
-    ]),
-])  # fmt: skip
-def test_a_late_host_and_fixed_buffers_change_nothing(name, captured, host_lag, monkeypatch):
-    """As on CUDA. Rows of other conversations are replaced while cycles are in flight."""
-    vanilla, want = alone()
-    monkeypatch.setattr("run.scheduler.Session", lambda engine: Session(engine, host_lag=host_lag))
-    got = generate(three_rows(name, captured), IDS, num_samples=2)
-    prompts = sorted(IDS * 2, key=IDS.index)
-    for index, prompt, ours, theirs in zip(got.index, prompts, got.tokens, want.tokens):
-        assert_same(vanilla, prompt, ours, theirs, index[:2])
-    ran = {line["row"] for line in got.trace}
-    assert ran == set(range(14)), "lines tell the conversation, not the row it had"
-    decided = sum(len(tokens) - 1 for tokens in got.tokens)
-    assert decided == sum(len(tokens) - 1 for tokens in want.tokens)
-    assert decided == len(want.stats["accept_lengths"])
 
 
 def test_caching_a_prompt_leaves_the_other_rows_alone():
@@ -101,49 +54,6 @@ def test_caching_a_prompt_leaves_the_other_rows_alone():
     for x, y in zip(tensors, before):
         assert x[0].equal(y[0]) and x[2].equal(y[2])
     assert not session.state.pos.equal(before[-1])
-
-
-class Random(Scripted):
-    """Any preset at any time; prompts are read or left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng, self.ran = random.Random(1), []
-
-    def pick(self, limit: int) -> int:
-        self.ran.append(self.rng.choice((0, 0, 0, self.rng.randint(0, limit))))
-        return self.ran[-1]
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name, captured, host_lag", [
-    ("none", True, 1), ("small", False, 0), ("auto:dynamic", True, 1),
-    *slow([("none", False, 0), ("small", True, 1), ("auto:dynamic", False, 0)]),
-])  # fmt: skip
-def test_rows_are_released_at_random_and_given_away(name, captured, host_lag):
-    """Also while the report of a cycle is not read: whole sequences equal those decoded alone."""
-    vanilla, want = alone()
-    tokens_of = dict(zip((index[:2] for index in want.index), want.tokens))
-    engine = three_rows(name, captured)
-    if len(engine.presets) > 1:
-        engine = replace(engine, policy=Random())
-    session = Session(engine, host_lag=host_lag)
-    rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
-    for _ in range(140):
-        for row, key in enumerate(rows):
-            if key and not session.busy(row):
-                prompt = IDS[key[0]]
-                new = session.history[row][len(prompt) :]
-                assert_same(vanilla, prompt, new, tokens_of[key], key)
-                found.add(key)
-            if not session.busy(row) or rng.random() < 0.06:
-                rows[row] = key = (rng.randrange(len(IDS)), rng.randrange(2))
-                session.release(row)
-                unread += len(session.pending)
-                session.admit(row, IDS[key[0]], key)
-        session.step()
-    assert len(found) > 8 and (unread > 5) == (host_lag > 0)
-    assert not name.startswith("auto") or set(engine.policy.ran) == set(range(len(engine.presets)))
 
 
 def test_long_prompts_let_the_others_decode(monkeypatch):

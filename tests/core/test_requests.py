@@ -7,8 +7,11 @@ batch and way to run gives this text.
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -20,10 +23,11 @@ llguidance = pytest.importorskip("llguidance")
 
 import demo_drafts  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
-from drafts.grammar import STYLE, _vocabulary  # noqa: E402
-from helpers import compiled_as_on_cuda, fresh, slow, trimmed_head  # noqa: E402
-from run.generate import generate, load  # noqa: E402
+from drafts.grammar import STYLE, Grammar, _vocabulary  # noqa: E402
+from helpers import Scripted, compiled_as_on_cuda, fresh, slow, trimmed_head  # noqa: E402
+from run.generate import Result, generate, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
+from run.session import Session  # noqa: E402
 
 LENGTH = 28
 EOS = 2
@@ -49,6 +53,7 @@ class Request(NamedTuple):
 
 PROMPT = "def person():\n    return "
 OTHER = "import json\n"
+LONG = "def read_lines(path):\n    with open(path) as file:\n        return [line.strip() for line in file]\n\n\n"
 REQUESTS = [
     Request(PROMPT, Sampling(repetition_penalty=1.3), 0),
     Request(OTHER, Sampling(1.0, typical_p=0.8), 1),
@@ -59,7 +64,8 @@ REQUESTS = [
     Request(OTHER, Sampling(dry_multiplier=0.9, dry_allowed_length=1, dry_sequence_breakers=(" ", "\n")), 5),
     Request(PROMPT, Sampling(1.0, xtc_probability=0.6, xtc_threshold=0.05), 6),
     Request(OTHER, Sampling(0.7, logit_bias='{"10": 5, "32": -100, "3": -20}', frequency_penalty=0.3), 7),
-    Request(PROMPT, Sampling(1.0), 8),
+    Request(LONG, Sampling(1.0), 8),
+    Request(LONG, Sampling(frequency_penalty=1.5), 8),
     Request(OTHER, Sampling(0.7, 40, 0.9, 0.02, 3.0, 0.9, 0.5, 0.1, 1.2, 0.2, 0.1, 20, 0.8), 9),
     Request(PROMPT, Sampling(bad_words=("0", "self,"), min_tokens=9, logit_bias=f'{{"{EOS}": 100}}'), 10),
     Request(OTHER, Sampling(1.0, allowed_token_ids=",".join(map(str, range(3, 999))), bad_words=("name", "def __")), 11),
@@ -158,12 +164,12 @@ def wanted(quant: str) -> list[list[int]]:
     return found
 
 
-def decoded(engine) -> list[list[int]]:
+def decoded(engine) -> Result:
     own = [each.sampling._asdict() for each in REQUESTS]
     options = {name: [each[name] for each in own] for name in own[0]}
     options["seed"] = [each.seed for each in REQUESTS]
     grammars = [each.grammar for each in REQUESTS]
-    return generate(engine, PROMPTS, grammar=grammars, **options).tokens
+    return generate(engine, PROMPTS, grammar=grammars, **options)
 
 
 # --------------------------------------------------------------------------------------- properties
@@ -191,26 +197,88 @@ def test_every_rule_has_an_effect():
 def test_the_text_is_that_of_a_plain_loop(draft, quant, compile, batch):
     """Sequences come and go, so that greedy batches, sampled ones and grammars follow each other."""
     engine = engine_of(draft, quant=quant, compile=compile, batch_size=batch)
-    assert decoded(engine) == wanted(quant)
+    assert decoded(engine).tokens == wanted(quant)
 
 
-def test_captured_cycles_do_the_same():
-    """Over buffers that stay, as on CUDA; the requests behind one another, so that modes change."""
-    assert decoded(fresh(engine_of("auto", batch_size=2), captured=True)) == wanted("none")
+# a draft, whether cycles run over buffers that stay, as on CUDA, and cycles by which reports come late
+WAYS = [("none", True, 1), ("dynamic", False, 0), ("auto", True, 1), ("model", False, 3)]
+EVERY_WAY = pytest.mark.parametrize("draft, captured, host_lag", [
+    *WAYS,
+    *slow(each for each in itertools.product(("none", "dynamic", "auto", "model"), (False, True), (0, 3))
+          if each not in WAYS),
+])  # fmt: skip
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Prompts are read in several chunks."""
+    monkeypatch.setattr("decode.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("decode.PREFILL_WIDTHS", (8, 16))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@EVERY_WAY
+def test_a_late_host_and_fixed_buffers_change_nothing(draft, captured, host_lag, monkeypatch):
+    """Rows of other requests are replaced while cycles are in flight, and modes change."""
+    monkeypatch.setattr("run.scheduler.Session", partial(Session, host_lag=host_lag))
+    result = decoded(fresh(engine_of(draft, batch_size=3, trace="-"), captured))
+    assert result.tokens == wanted("none")
+    ran = {line["row"] for line in result.trace}
+    assert ran == set(range(len(REQUESTS))), "lines tell the conversation, not the row it had"
+
+
+class Random(Scripted):
+    """Any preset at any time; prompts are read or left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng, self.ran = random.Random(1), []
+
+    def pick(self, limit: int) -> int:
+        self.ran.append(self.rng.choice((0, 0, 0, self.rng.randint(0, limit))))
+        return self.ran[-1]
+
+
+@pytest.mark.usefixtures("small_chunks")
+@EVERY_WAY
+def test_rows_are_released_at_random_and_given_away(draft, captured, host_lag):
+    """Also while the report of a cycle is not read, and with a grammar."""
+    engine = fresh(engine_of(draft, batch_size=3), captured)
+    if len(engine.presets) > 1:
+        engine = replace(engine, policy=Random())
+    session = Session(engine, host_lag=host_lag)
+    ids = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
+    rng, rows, found, unread = random.Random(0), [None] * 3, set(), 0
+    for _ in range(200):
+        for row, number in enumerate(rows):
+            if number is not None and not session.busy(row):
+                assert session.history[row][len(ids[number]) :] == wanted("none")[number]
+                found.add(number)
+            if not session.busy(row) or rng.random() < 0.04:
+                rows[row] = number = rng.randrange(len(REQUESTS))
+                session.release(row)
+                unread += len(session.pending)
+                _, own, seed, grammar = REQUESTS[number]
+                session.configure(row, own, seed)
+                guide = Grammar(engine, grammar) if grammar else None
+                session.admit(row, ids[number], (number, 0), LENGTH, guide=guide)
+        session.step()
+    assert len(found) > 8 and (unread > 5) == (host_lag > 0)
+    assert draft != "auto" or set(engine.policy.ran) == set(range(len(engine.presets)))
 
 
 def test_plain_operations_do_the_same(monkeypatch):
     """Without C++ operators, as on CUDA without its compiler; of weights in fp32, whose text is their own."""
     options = {"dtype": "float32", "batch_size": 3}
-    want = decoded(engine_of("none", **options))
+    want = decoded(engine_of("none", **options)).tokens
     monkeypatch.setattr("backends.library._cpp_available", [False])
-    assert decoded(engine_of("dynamic", **options)) == want
+    assert decoded(engine_of("dynamic", **options)).tokens == want
 
 
 @pytest.mark.parametrize("own", [Sampling(1.0), Sampling(0.5, top_k=3)], ids=str)
 def test_the_parameters_of_the_engine_do_not_matter(own):
     options = own._asdict() | {"seed": 99, "batch_size": 3}
-    assert decoded(engine_of("dynamic", **options)) == wanted("none")
+    assert decoded(engine_of("dynamic", **options)).tokens == wanted("none")
 
 
 @pytest.mark.slow  # half a minute to trace
@@ -219,7 +287,7 @@ def test_the_parameters_of_the_engine_do_not_matter(own):
 def test_steps_are_traced_whole(draft):
     """As --compile does on CUDA, where no step may look at a value."""
     engine = engine_of(draft, batch_size=3, compile=False)
-    assert decoded(compiled_as_on_cuda(engine)) == wanted("none")
+    assert decoded(compiled_as_on_cuda(engine)).tokens == wanted("none")
 
 
 def test_a_later_turn_keeps_the_parameters():

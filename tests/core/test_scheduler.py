@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import pytest
-from test_lossless import assert_same, make
+from test_requests import LENGTH, REQUESTS, wanted
 
 import decode as loop
-from helpers import engine_for, golden_target, record
+import demo_drafts
+from drafts.grammar import Grammar
+from helpers import record
 from run.engine import Engine
 from run.generate import generate, load
-from run.options import DEMO, Sampling
+from run.options import DEMO
 from run.scheduler import Request, Scheduler
 from run.session import Session
 
-OPTIONS = {"max_new_tokens": 16, "ignore_eos": True, "batch_size": 2}
-PROMPTS = [[5, 17, 3, 40], [9, 33, 2, 71, 54, 90], [12, 80, 3], [61, 5, 17, 9, 8], [44, 2]]
 LONG = [(7 * i + i * i) % 97 for i in range(400)]  # more than a prefill chunk, and worth a wait
-RULE = {"sampling": Sampling(1.0), "seed": 7}
 
 
-def requests_of(engine: Engine, prompts: list[list[int]], **fields) -> list[Request]:
-    return [
-        Request.of(engine, prompt, noise_id=(number, 0), **RULE | fields)
-        for number, prompt in enumerate(prompts)
-    ]
+def engine_of(draft: str):
+    return demo_drafts.engine_of(draft, max_new_tokens=LENGTH, batch_size=2)
+
+
+def requests_of(engine: Engine) -> list[Request]:
+    """Some rows of the table of requests."""
+    found = []
+    for number in NUMBERS:
+        prompt, own, seed, grammar = REQUESTS[number]
+        guide = Grammar(engine, grammar) if grammar else None
+        ids = engine.tokenizer.encode(prompt)
+        rule = {"sampling": own, "seed": seed, "noise_id": (number, 0), "guide": guide}
+        found.append(Request.of(engine, ids, **rule))
+    return found
+
+
+NUMBERS = [0, 2, 9, 17, 4]
 
 
 def answered(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
@@ -32,20 +43,16 @@ def answered(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
     return requests
 
 
-def check_alone(number: int, request: Request) -> None:
-    """The tokens are those of vanilla decoding in a session of its own."""
-    engine = engine_for(golden_target(), make("none"), **OPTIONS, temperature=1.0, seed=7)
-    (want,) = answered(Scheduler(engine), [requests_of(engine, PROMPTS)[number]])
-    assert len(request.tokens) == OPTIONS["max_new_tokens"]
-    assert_same(engine, request.prompt, request.tokens, want.tokens, (number, 0))
+def check(number: int, request: Request) -> None:
+    """The tokens are those of the request's definition."""
+    assert request.tokens == wanted("none")[NUMBERS[number]]
 
 
-@pytest.mark.parametrize("drafter", ["none", "dynamic", "ngram"])
-def test_requests_of_which_some_are_cancelled(drafter):
+@pytest.mark.parametrize("draft", ["none", "dynamic", "ngram"])
+def test_requests_of_which_some_are_cancelled(draft):
     """One that waits, one that is decoded, one twice; their places go to others."""
-    engine = engine_for(golden_target(), make(drafter), **OPTIONS)
-    scheduler = Scheduler(engine)
-    requests = requests_of(engine, PROMPTS)
+    scheduler = Scheduler(engine_of(draft))
+    requests = requests_of(scheduler.engine)
     for request in requests:
         scheduler.submit(request)
     while not requests[0].tokens:
@@ -59,17 +66,16 @@ def test_requests_of_which_some_are_cancelled(drafter):
     assert [bool(request.reason) for request in requests] == [False, True, True, False, True]
     assert requests[2].place == 0 and requests[3].place == -1
     for number in (1, 2, 4):
-        check_alone(number, requests[number])
+        check(number, requests[number])
 
 
 def test_ctrl_c_leaves_a_scheduler_that_goes_on(monkeypatch):
     """Wherever it comes, in the admission of a request or in a step."""
-    engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(engine_of("dynamic"))
     for name in ("configure", "admit", "step"):
-        stopped = Request.of(engine, PROMPTS[0], **RULE)
+        stopped = requests_of(scheduler.engine)[0]
 
-        def interrupt(*inputs):
+        def interrupt(*inputs, **more):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -77,51 +83,45 @@ def test_ctrl_c_leaves_a_scheduler_that_goes_on(monkeypatch):
             answered(scheduler, [stopped])
         scheduler.cancel(stopped)
         assert not scheduler.busy and not any(scheduler.running)
-    for number, request in enumerate(answered(scheduler, requests_of(engine, PROMPTS))):
-        check_alone(number, request)
+    for number, request in enumerate(answered(scheduler, requests_of(scheduler.engine))):
+        check(number, request)
 
 
 def test_a_request_gets_the_place_that_it_asks_for():
     """The next turn of a conversation goes before the requests that wait, and its noise goes on."""
-    engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
-    scheduler = Scheduler(engine)
-    first, *others = requests_of(engine, PROMPTS)
+    scheduler = Scheduler(engine_of("dynamic"))
+    first, *others = requests_of(scheduler.engine)
     for request in (first, *others):
         scheduler.submit(request)
     while not first.reason:
         scheduler.step()
-    draws = int(scheduler.session.state.draws[first.place])
+    place = first.place
+    before = int(scheduler.session.state.draws[place])
     turn = [*first.prompt, *first.tokens, 3, 4]
-    following = Request.of(engine, turn, place=first.place, noise_id=None, **RULE)
+    following = Request.of(scheduler.engine, turn, place=place, noise_id=None)
     scheduler.submit(following)
     scheduler.step()
     assert following in scheduler.running and following.cached > len(first.prompt)
     while not following.reason:
         scheduler.step()
-    place = first.place
-    assert draws == 16 and int(scheduler.session.state.draws[place]) == 32
+    after = int(scheduler.session.state.draws[place])
+    assert (before, after) == (len(first.tokens), len(first.tokens + following.tokens))
 
 
 def test_samples_of_one_prompt_read_it_once(monkeypatch):
-    """The second waits for the first; a request that came with the same beginning copies it, too."""
-    engine = engine_for(golden_target(), make("none"), **OPTIONS)
+    """The second waits for the first."""
+    engine = engine_of("none")
     chunks = record(monkeypatch, loop.Cycle, "read_prompt")
-    together = generate(engine, [LONG], num_samples=2, temperature=1.0)
+    options = {"num_samples": 2, "temperature": 1.0}
+    together = generate(engine, [LONG], **options).tokens
     assert [call.args[4] for call in chunks] == [256, 144, 1]
-    one = engine_for(golden_target(), make("none"), **OPTIONS | {"batch_size": 1})
-    apart = generate(one, [LONG], num_samples=2, temperature=1.0)
-    assert together.tokens[0] != together.tokens[1]
-    for sample in range(2):
-        key = (0, sample)
-        assert_same(one, LONG, together.tokens[sample], apart.tokens[sample], key)
+    one = demo_drafts.engine_of("none", max_new_tokens=LENGTH)
+    assert together == generate(one, [LONG], **options).tokens and together[0] != together[1]
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_a_stop_string_comes_before_a_grammar_that_ends(draft):
     """Also where the drafter has both in one cycle."""
-    pytest.importorskip("llguidance")
-    from drafts.grammar import Grammar
-
     engine = load(checkpoint=DEMO, device="cpu", draft=draft)
     dead = Grammar(engine, 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/')
     ids = engine.tokenizer.encode("def f(x):")
