@@ -14,14 +14,12 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from drafters import RootOnly
 from families import (
     FAMILIES,
     PLAIN_FAMILIES,
-    SLIDING_OR_FULL,
     file_of_next,
     random_next,
 )
@@ -243,54 +241,35 @@ def test_both_forms_of_config_json_mean_the_same_and_exports_are_what_was_loaded
     assert all(torch.equal(exported[key], value) for key, value in held.items())
 
 
-GPT_OSS_20B = {
-    "num_hidden_layers": 24, "num_local_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088, "max_position_embeddings": 131072,
-    "rope_theta": 150000, "rope_scaling": {
-        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "sliding_window": 128, "experts_per_token": 4, "rms_norm_eps": 1e-5, "eos_token_id": 200002,
+# their defaults are those of every family, or they must be there
+COMMON = {
+    "eos_token_id", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "sliding_window", "vocab_size",
 }  # fmt: skip
-GEMMA3_4B = {
-    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
-    "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-}  # fmt: skip
-# a whole config.json, transformers' config of its text part, and fields of ours
-PUBLISHED = {
-    "gpt-oss 20B, which names neither a bound nor a dtype": (
-        GPT_OSS_20B | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
-        lambda: transformers.GptOssConfig(**GPT_OSS_20B),
-        {"n_experts": 32, "experts_per_token": 4, "alpha": 1.702, "limit": 7.0, "max_context": 131072, "rope_theta": 150000,
-         "qkv_bias": True, "o_bias": True, "dtype": "bfloat16", "norm_eps": 1e-5},
-    ),
-    "Gemma 3 4B, whose text part names its width, layers, window and scaling alone": (
-        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": GEMMA3_4B,
-         "eos_token_id": [1, 106], "torch_dtype": "bfloat16"},
-        lambda: transformers.Gemma3TextConfig(**GEMMA3_4B),
-        {"dim": 2560, "n_layers": 34, "n_heads": 8, "n_kv_heads": 4, "head_dim": 256, "vocab_size": 262208,
-         "tie_embeddings": True, "max_context": 131072, "eos_ids": (1, 106), "dtype": "bfloat16"},
-    ),
-    "a Gemma 4 that names nothing": (
-        {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]},
-        transformers.Gemma4TextConfig,
-        {"dim": 2304, "n_layers": 30, "n_heads": 8, "vocab_size": 262144, "per_layer_dim": 256, "per_layer_vocab": 262144,
-         "softcap": 0, "n_kv_heads": 4, "head_dim": 256, "global_head_dim": 512,
-         "rope_scaling": {"rope_type": "proportional", "pairs": 64, "factor": 1.0}},
-    ),
-}  # fmt: skip
+ALL_OWN = ("LFM2", "Gemma 3", "Gemma 4")  # whose published files leave these out, too
+# changes of transformers' default config.json: its heads' width there, one form of heads a kind
+CHANGES = {"GLM-4.5": {"head_dim": 128}, "Gemma 4": {"per_layer_config": ...}}
+KINDS = [(name, next(iter(family.cases))) for name, family in FAMILIES.items()]
+KINDS += [("Qwen3.5", "experts"), ("LFM2", "experts")]
 
 
-@pytest.mark.parametrize("published", PUBLISHED)
-def test_missing_keys_have_transformers_defaults(tmp_path, published):
-    raw, theirs, wanted = PUBLISHED[published]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    ours, theirs = read_config(tmp_path), theirs()
-    assert {name: getattr(ours, name) for name in wanted} == wanted
-    steps = [step for i in range(ours.n_layers) for step in ours.layer(i)]
-    seen = [step.window for step in steps if hasattr(step, "window")]
-    slides = [kind == SLIDING_OR_FULL[0] for kind in theirs.layer_types]
-    assert seen == [theirs.sliding_window * slide for slide in slides]
+@pytest.mark.parametrize("name, case", KINDS)
+def test_a_key_that_is_left_out_has_transformers_default_or_is_refused(name, case):
+    """Each alone, and all that have a default at once."""
+    model = FAMILIES[name].of(case)
+    architecture = type(model).__name__
+    raw = json.loads(type(model.config)().to_json_string(use_diff=False)) | CHANGES.get(name, {})
+    raw = {key: value for key, value in raw.items() if value is not ...}
+    want = config_from(raw, architecture)
+    left = dict(raw)
+    for key in raw.keys() - (() if name in ALL_OWN else COMMON):
+        others = {other: value for other, value in raw.items() if other != key}
+        try:
+            assert config_from(others, architecture) == want, key
+            del left[key]
+        except ValueError as error:
+            assert "is missing" in str(error)
+    assert len(left) < len(raw) and config_from(left, architecture) == want
 
 
 # ----------------------------------------------------------------------------------------- refusals
