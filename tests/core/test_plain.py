@@ -88,14 +88,6 @@ def test_a_called_operator_is_noticed(short_demo):
 
 
 @OPERATORS
-def test_tokens_are_vanillas(short_demo):
-    options = {"compile": True, "temperature": 1.0, "quant": "int8", "dtype": "float32"}
-    set_plain()
-    want = tokens(short_demo, draft="none", **options)
-    assert tokens(short_demo, tree="dynamic", **options) == want and len(set(want)) > 3
-
-
-@OPERATORS
 def test_new_cycles_have_the_functions_of_their_time(short_demo):
     """In the target, the drafter and its head."""
     engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)

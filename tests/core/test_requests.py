@@ -29,7 +29,7 @@ from run.generate import Result, generate, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from run.session import Session  # noqa: E402
 
-LENGTH = 28
+LENGTH = 24
 EOS = 2
 PERSON = {
     "type": "object",
