@@ -240,15 +240,6 @@ def test_where_nothing_matches_only_the_root_is_verified(prompts):
     assert wanted < served or len(prompts) == 1, "a tree also ran for a row without a match"
 
 
-def test_a_late_host_picks_late_and_changes_nothing():
-    options = {"max_new_tokens": 60, "ignore_eos": True}
-    engine = engine_for(golden_target(), NgramDrafter(Ngram(4, 1, 3, 2)), **options)
-    plain = golden_run(RootOnly(), LOOP, **options)
-    for host_lag in (0, 1, 3):
-        session = in_turn(Session(engine, [(0, 0)], host_lag), LOOP)
-        assert session.history == plain.history
-
-
 # ------------------------------------------------------------------------------------- draft models
 
 

@@ -194,19 +194,6 @@ def test_a_tree_equals_its_paths(gqa):
             close(features[row, path], alone[PREFIX[row] :])
 
 
-def test_rows_with_different_starts(gqa):
-    """Slots that a row has cached above its start are not seen."""
-    model = load_model(gqa)
-    tokens = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
-    cache = empty_cache(model, 2, 24)
-    feed(model, cache, tokens[:, :10], torch.zeros(2, dtype=torch.long))
-    starts = [3, 10]
-    rows = torch.stack([tokens[row, start : start + 6] for row, start in enumerate(starts)])
-    features = feed(model, cache, rows, torch.tensor(starts))
-    for row, start in enumerate(starts):
-        close(features[row], causal(model, tokens[row, : start + 6])[start:])
-
-
 # accepted nodes per row (root first), and the offsets that they are compacted from: past the path rows stay put
 ACCEPTED = {
     "deep": ([[0, 1, 4, 6], [0, 1, 2, 3, 4, 5]], [[0, 1, 4, 6, 4, 5], [0, 1, 2, 3, 4, 5]]),
