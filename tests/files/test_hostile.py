@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load, load_file, save
-from test_quantized_files import WHOLE, write_model
 from test_tokenizer import build_json
 
-from files import checkpoint
 from files.config import read_config
 from files.tokenizer import Tokenizer
 from files.untrusted import load_pickle, read_untrusted
 from helpers import GOLDEN
+from quantized_layouts import WHOLE, write_model
 from run import generate
 from run.options import DEMO, GenerateConfig
 from scripts import export_head
@@ -433,22 +432,6 @@ def test_without_a_standard_error(tmp_path, monkeypatch):
     assert read_config(DENSE).n_layers and Tokenizer.load(Path(DEMO)).encode("a")
 
 
-@pytest.mark.parametrize(
-    "owner, name, read",
-    [
-        (Tokenizer, "__init__", lambda: Tokenizer.load(Path(DEMO))),
-        (checkpoint.WeightFiles, "open_file", lambda: checkpoint.WeightFiles(DENSE)),
-    ],
-)
-def test_our_own_bugs_keep_their_traceback(monkeypatch, owner, name, read):
-    def broken(*_):
-        raise AttributeError("a bug of ours")
-
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(AttributeError, match="a bug of ours"):
-        read()
-
-
 def test_an_added_token_with_an_infinite_id(tmp_path, capfd):
     path = linked(demo, tmp_path / "m")
     put(path / "added_tokens.json", {"<x>": float("inf")})
@@ -485,9 +468,3 @@ def test_a_pickle_runs_no_code(tmp_path, monkeypatch):
     assert not Path("made").exists()
     put(file, pickled({"x": torch.arange(3)}))
     assert load_pickle(file, mmap=True)["x"].tolist() == [0, 1, 2]
-
-
-def test_a_text_is_no_list_of_prompts():
-    engine = generate.load(checkpoint=str(DENSE), device="cpu", draft="none")
-    with pytest.raises(ValueError, match="takes a list of prompts"):
-        generate.generate(engine, "a text")
