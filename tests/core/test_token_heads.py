@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
 from torch import nn
 
 import sampling
@@ -25,6 +24,7 @@ from drafts import token_draft
 from drafts.noise import DRAFT
 from drafts.residual import sample_children
 from files.head_kinds import head_kind
+from heads import LLAMA, Head, write
 from helpers import (
     GOLDEN,
     PROMPTS,
@@ -38,7 +38,7 @@ from run.options import GenerateConfig, Sampling
 from run.tree_paths import MEDUSA_PATHS
 from sampling import SamplingTensors
 
-TARGET = GOLDEN / "models/target_llama_mha"
+TARGET = GOLDEN / LLAMA
 D = 4
 KINDS = ("medusa", "medusa 2", "hydra", "hydra++")
 # ------------------------------------------------------------------------------- the official code
@@ -115,12 +115,11 @@ class OfficialHydra(nn.Module):
         return self.hydra_lm_head[len(path) - 1](self.hydra_mlp[len(path) - 1](x))
 
 
-def made(kind: str, folder: Path, layers: int = 2):
-    """The official module with random weights, saved in its layout in `folder`."""
+def made(kind: str, layers: int = 2) -> tuple[nn.Module, Head]:
+    """The official module with random weights, and its files in its layout."""
     target = golden_target()
     torch.manual_seed(len(kind))
     table = target.lm_head.weight.detach()
-    folder.mkdir()
     if kind.startswith("medusa"):
         own = kind == "medusa"
         module = official_medusa(target, layers, own)
@@ -136,19 +135,18 @@ def made(kind: str, folder: Path, layers: int = 2):
     with torch.no_grad():
         for head in lm_heads:
             head.weight.copy_(table + table.std() * 0.3 * torch.randn(table.shape))
-    if kind == "medusa 2":
-        save_file(module.state_dict(), folder / "medusa_lm_head.safetensors")
-    else:
-        torch.save(module.state_dict(), folder / f"{kind.rstrip('+')}_lm_head.pt")
-    (folder / "config.json").write_text(json.dumps(config))
-    return module.eval().requires_grad_(False)
+    stem = f"{kind.split()[0].rstrip('+')}_lm_head"
+    file = f"{stem}.safetensors" if kind == "medusa 2" else f"{stem}.pt"
+    module = module.eval().requires_grad_(False)
+    return module, Head(config, module.state_dict(), LLAMA, file)
 
 
 @pytest.fixture(scope="module")
 def official(tmp_path_factory):
     """Of each kind the official module and its folder. Shared between tests: do not change them."""
     root = tmp_path_factory.mktemp("heads")
-    return {kind: (made(kind, root / kind), root / kind) for kind in KINDS}
+    both = {kind: made(kind) for kind in KINDS}
+    return {kind: (module, write(root / kind, head)) for kind, (module, head) in both.items()}
 
 
 def drafter_of(folder: Path, tree: DynamicTree | StaticTree, **options):
@@ -293,7 +291,7 @@ def with_code(folder: Path) -> None:
     ("medusa", with_code, "its pickle holds more than tensors"),
 ])  # fmt: skip
 def test_wrong_files_are_one_line(official, kind, change, message, tmp_path):
-    """Damaged ones are in test_head_files.py."""
+    """Damaged ones are in test_heads.py."""
     folder = tmp_path / "heads"
     shutil.copytree(official[kind][1], folder)
     change(folder)

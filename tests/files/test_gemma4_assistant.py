@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
@@ -13,7 +11,8 @@ from families import GEMMA4_SIZES as SIZES
 from families import SLIDING_OR_FULL as KINDS
 from families import random_gemma4 as random_model
 from families import randomized_gemma4 as randomized
-from helpers import InTurn, slow
+from heads import assert_vanillas_tokens
+from helpers import slow
 from run.generate import generate, load
 from run.options import DEMO
 from tiny_models import IDS, refused, saved
@@ -108,56 +107,38 @@ def pairs(tmp_path_factory):
 
 
 MATRIX = [  # case, tree, format, temperature, batch
-    ("E2B", "chain:4", "none", 0.0, 1), ("31B", "dynamic:4,3,12", "none", 1.0, 2), ("31B", "chain:4", "bf16", 1.0, 1),
+    ("E2B", "chain:4", "fp32", 0.0, 1), ("31B", "dynamic:4,3,12", "fp32", 1.0, 2), ("31B", "chain:4", "bf16", 1.0, 1),
     ("E2B", "auto", "bf16", 0.0, 2), ("E2B", "dynamic:4,3,12", "int8", 1.0, 2),
-    *slow([("31B", "static", "int4", 0.0, 2), ("E2B", "chain:2", "none", 1.0, 2), ("31B", "auto", "int8", 1.0, 1)]),
+    *slow([("31B", "static", "int4", 0.0, 2), ("E2B", "chain:2", "fp32", 1.0, 2), ("31B", "auto", "int8", 1.0, 1)]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case, tree, form, temperature, batch", MATRIX)
 def test_every_tree_gives_vanillas_tokens(pairs, case, tree, form, temperature, batch):
-    options = {"temperature": temperature, "batch_size": batch, "max_new_tokens": 40, "seed": 7}
-    options |= {"ignore_eos": True, "device": "cpu", "checkpoint": str(pairs / case / "m")}
-    if form != "none":
-        options["dtype"] = "bfloat16"
-    if form.startswith("int"):
-        options |= {"quant": form, "group_size": 32 if form == "int4" else 0, "kv": "int8"}
-    want = generate(load(draft="none", **options), PROMPTS[:batch]).tokens
-    engine = load(head=str(pairs / case / "a"), tree=tree, **options)
-    if tree == "auto":  # no clock counts
-        engine = replace(engine, policy=InTurn())
-    found = generate(engine, PROMPTS[:batch])
-    assert found.tokens == want
-    assert found.stats["tau"] > 1.5
+    files = {"checkpoint": str(pairs / case / "m"), "head": str(pairs / case / "a"), "tree": tree}
+    assert_vanillas_tokens(files, PROMPTS[:batch], form, temperature, 1.5)
 
 
-def without(held: dict, name: str) -> dict:
-    return {other: value for other, value in held.items() if other != name}
+ORDER = "masked_embedding.token_ordering"
+REFUSED = [  # keys of the assistant's layers, of its config, the token order (None: left out), what is said
+    ({}, {}, ..., "is an assistant of Gemma 4, of no other"),  # of the demo
+    ({}, {"backbone_hidden_size": 128}, ..., "backbone_hidden_size is 128, the target's is 64"),
+    ({}, {"num_centroids": 7}, ..., "num_centroids (7) must divide vocab_size (96)"),
+    ({}, {}, None, f"{ORDER} must name every token once"),
+    ({}, {}, torch.zeros(96).long(), f"{ORDER} must name every token once"),
+    ({"global_head_dim": 64}, {}, ..., "layer 2 reads heads of keys (number, width) (2, 64), and the target's"),
+    ({"num_key_value_heads": 4}, {}, ..., "layer 0 reads heads of keys (number, width) (4, 16), and the target's"),
+]  # fmt: skip
 
 
-def test_another_target_is_refused(tmp_path, capsys):
-    path = tmp_path / "a"
+@pytest.mark.parametrize("layers, config, order, says", REFUSED)
+def test_another_target_is_refused(tmp_path, capsys, layers, config, order, says):
+    def ordered(held: dict) -> dict:
+        found = held if order is ... else held | {ORDER: order}
+        return {name: value for name, value in found.items() if value is not None}
+
+    path = saved(random_assistant("E2B", CENTROIDS, **layers), tmp_path / "a", config, ordered)
     random_model().save_pretrained(tmp_path / "m")
-
-    def refusal(target, assistant, config=None, tensors=None) -> str:
-        saved(assistant, path, config, tensors)
-        capsys.readouterr()
-        return refused(capsys, "--checkpoint", str(target), "--head", str(path))
-
-    assistant = random_assistant("E2B", CENTROIDS)
-    assert "is an assistant of Gemma 4, of no other" in refusal(DEMO, assistant)
-    target = tmp_path / "m"
-    wide = {"backbone_hidden_size": 128}
-    assert "backbone_hidden_size is 128, the target's is 64" in refusal(target, assistant, wide)
-    error = refusal(target, assistant, {"num_centroids": 7})
-    assert "num_centroids (7) must divide vocab_size (96)" in error
-    order = "masked_embedding.token_ordering"
-    for found in ({}, {order: torch.zeros(96).long()}):
-        error = refusal(
-            target, assistant, tensors=lambda held, found=found: without(held, order) | found
-        )
-        assert f"{order} must name every token once" in error
-    error = refusal(target, random_assistant("E2B", global_head_dim=64))
-    assert "layer 2 reads heads of keys (number, width) (2, 64), and the target's" in error
-    error = refusal(target, random_assistant("E2B", num_key_value_heads=4))
-    assert "layer 0 reads heads of keys (number, width) (4, 16), and the target's" in error
+    capsys.readouterr()
+    model = DEMO if "no other" in says else str(tmp_path / "m")
+    assert says in refused(capsys, "--checkpoint", model, "--head", str(path))

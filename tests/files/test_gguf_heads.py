@@ -1,5 +1,4 @@
-"""GGUF files of draft heads: written and read back bit for bit, run in their blocks, and refused in
-one line where they are wrong.
+"""GGUF files of EAGLE-3 heads: written and read back bit for bit, run in their blocks. Damaged ones are in test_heads.py.
 
 The target is the bundled demo, 256 wide, so that every type's blocks divide the rows of a head.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -19,16 +17,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from backends.library import has_cpu_operators
 from backends.weight import Embedding
 from eagle_draft import load_head
 from files.config import read_config
-from files.gguf_header import read_header
 from files.gguf_heads import GgufHead
 from files.heads import HeadFiles, head_files, make_head, read_head
 from files.weights import load_model
+from heads import Head, write
 from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
 from kv_cache import KVCache, causal_window
 from quantize import BLOCKS, Quantization
@@ -40,7 +37,6 @@ from scripts.bench.cases import SpeedOptions
 from scripts.bench.llama_peer import write_gguf
 from scripts.bench.methods import Setting, methods_of, methods_of_file, of_kind
 from tiny_models import refused
-from tiny_models import write as write_file
 
 TARGET = Path(DEMO)
 DRAFTED = 512  # of 4096 tokens
@@ -73,26 +69,20 @@ SHAPES = {
 IDS = (torch.arange(DRAFTED) * 7 + 3).sort().values
 
 
-def weights(flags: str = "plain", **further: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def head(flags: str = "plain") -> Head:
     """Random numbers that 16 bits hold, and d2t."""
     random = torch.Generator().manual_seed(0)
-    shapes = SHAPES | further
-    if flags == "normed inputs":
-        shapes = shapes | {"input_norm": (768,)}
-    tensors = {}
-    for name, shape in shapes.items():
+    tensors = {"d2t": IDS - torch.arange(DRAFTED)}
+    for name, shape in (SHAPES | {"input_norm": (768,)}).items():
         noise = torch.randn(shape, generator=random)
         value = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
-        tensors[f"{name}.weight"] = value.half()
-    return tensors | {"d2t": IDS - torch.arange(DRAFTED)}
+        if name != "input_norm" or flags == "normed inputs":
+            tensors[f"{name}.weight"] = value.half()
+    return Head(CONFIG | FLAGS[flags], tensors)
 
 
-def write_head(path: Path, flags: str = "plain", changes: dict | None = None, **tensors) -> Path:
-    """Write a directory. tensors: replace those of `weights`"""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG | FLAGS[flags] | (changes or {})))
-    save_file(weights(flags) | tensors, path / "model.safetensors")
-    return path
+def export(source: Path, out: Path, *argv: str, target: Path = TARGET) -> None:
+    export_head.main(["--checkpoint", str(target), "--head", str(source), "--out", str(out), *argv])
 
 
 @pytest.fixture(scope="module")
@@ -101,28 +91,22 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
 
     def of(flags: str = "plain", kind: str = "q8_0") -> Path:
-        head = folder / flags.replace(" ", "_")
-        if not head.is_dir():
-            write_head(head, flags)
-        out = folder / f"{head.name}.{kind}.gguf"
+        source = write(folder / flags.replace(" ", "_"), head(flags))
+        out = folder / f"{source.name}.{kind}.gguf"
         if not out.is_file():
             # the first test that asks for the file may read its own output
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                export(head, out, "--type", kind)
+                export(source, out, "--type", kind)
         return out
 
     return of
 
 
-def export(head: Path, out: Path, *argv: str, target: Path = TARGET) -> None:
-    export_head.main(["--checkpoint", str(target), "--head", str(head), "--out", str(out), *argv])
-
-
-def failure(capsys, head: Path, out: Path, *argv: str) -> str:
+def failure(capsys, source: Path, out: Path, *argv: str) -> str:
     """The line that an export ends with."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        export(head, out, *argv)
+        export(source, out, *argv)
     captured = capsys.readouterr()
     error = captured.err.splitlines()[-1]
     assert stop.value.code == 2 and "Traceback" not in captured.err
@@ -153,36 +137,27 @@ def test_a_file_says_what_the_directory_says(files, flags):
         assert torch.equal(ours.read(name), theirs.read(name).to(ours.read(name).dtype)), name
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
-def test_a_second_export_is_the_same_file(files, tmp_path, kind):
-    again = tmp_path / files(kind=kind).name
-    export(files(kind=kind), again, "--type", kind)
-    assert again.read_bytes() == files(kind=kind).read_bytes()
-
-
 @pytest.mark.parametrize("kind", export_head.FORMATS)
-def test_numbers_are_those_of_the_package(files, kind):
-    """And near the head's own: half a step of a block, and the rounding of its scales."""
-    path = files(kind=kind)
+def test_numbers_are_those_of_the_package(files, tmp_path, kind):
+    """And near the head's own: half a step of a block, and the rounding of its scales. A second export is the same file."""
+    path, own = files(kind=kind), head().tensors
     ours = named(path)
-    names = {export_head.gguf_name(f"{name}.weight"): f"{name}.weight" for name in SHAPES}
+    names = {export_head.gguf_name(name): name for name in own if name != "d2t"}
     bound = {"f16": 0, "q8_0": (0.5 + 127 * 2**-11) / 127}[kind]
     for tensor in gguf.GGUFReader(path).tensors:
         if len(tensor.shape) < 2 or tensor.name.startswith(("blk.0.attn_q", "blk.0.attn_k")):
             continue
         assert tensor.tensor_type.name.lower() == kind
-        official = names[tensor.name]
-        value = ours.read(official).float()
+        value = ours.read(names[tensor.name]).float()
         package = gguf.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(value.numpy(), package.astype(np.float32)), tensor.name
-        first = weights()[official].float()
-        spread = first.reshape(-1, 32).abs().amax(1)
+        first = own[names[tensor.name]].float()
         off = (value - first).reshape(-1, 32).abs().amax(1)
-        assert (off <= bound * spread * 1.001 + 1e-9).all(), tensor.name
-
-
-def test_rows_that_no_block_divides_are_in_16_bits():
-    assert export_head.stored(torch.randn(4, 30), "q8_0")[1] == "F16"
+        most = bound * first.reshape(-1, 32).abs().amax(1) * 1.001 + 1e-9
+        assert (off <= most).all(), tensor.name
+    export(path, tmp_path / path.name, "--type", kind)
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    assert export_head.stored(torch.randn(4, 30), "q8_0")[1] == "F16", "no block divides 30"
 
 
 # --------------------------------------------------------------------------------------- drafting
@@ -218,9 +193,9 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
         rows, inputs = weight.shape
         return gguf_blocks(kind, rows, inputs, inputs**-0.5, rows), kind
 
+    source, path = files().parent / "plain", tmp_path / "head.gguf"
     monkeypatch.setattr(export_head, "stored", stored)
-    path = tmp_path / "head.gguf"
-    export(files().parent / "plain", path)
+    export(source, path)
     engine = load(head=str(path), tree="chain", compile=True, **DECODING)
     head = engine.drafter.head
     layers = [head.fc, head.lm_head, *(getattr(head.layers[0], w) for w in ("w13", "w2"))]
@@ -255,15 +230,12 @@ def test_the_format_of_a_file(files, monkeypatch):
 
 def test_programs_that_take_any_head(files, tmp_path):
     """--methods all of measure.py tells a head's file from a model's."""
-    setting = Setting("none", 0.0, 1)
-    head = files()
-    methods = of_kind("eagle", f"head={head}")
-    assert methods_of_file(head, False) == (*methods,) and f"eagle:auto:head={head}" in methods
-    model = tmp_path / "model.gguf"
-    write_gguf(TARGET, model, "q8_0")
-    assert all("draft_checkpoint=" in m for m in methods_of_file(model, False))
-    config = SpeedOptions(checkpoint=DEMO, methods="all", heads=str(head))
-    assert methods_of(config, setting)[-len(methods) :] == methods
+    methods = of_kind("eagle", f"head={files()}")
+    assert methods_of_file(files(), False) == (*methods,)
+    write_gguf(TARGET, tmp_path / "m.gguf", "q8_0")
+    assert all("draft_checkpoint=" in m for m in methods_of_file(tmp_path / "m.gguf", False))
+    config = SpeedOptions(checkpoint=DEMO, methods="all", heads=str(files()))
+    assert methods_of(config, Setting("none", 0.0, 1))[-len(methods) :] == methods
 
 
 def test_an_embedding_of_its_own(files, tmp_path):
@@ -273,8 +245,8 @@ def test_an_embedding_of_its_own(files, tmp_path):
     table = target.embedding.weight
     table.data = table.half().to(table.dtype)  # which F16 holds, too
     for name, embedding in (("own", own), ("same", target.embedding.weight.detach())):
-        head = write_head(tmp_path / name, **{"embed_tokens.weight": embedding.clone()})
-        export(head, tmp_path / f"{name}.gguf", "--type", "f16")
+        source = write(tmp_path / name, head(), **{"embed_tokens.weight": embedding.clone()})
+        export(source, tmp_path / f"{name}.gguf", "--type", "f16")
         assert (wide_head(tmp_path / f"{name}.gguf", target).embedding is None) == (name == "same")
     export(tmp_path / "own", tmp_path / "blocks.gguf", "--type", "q8_0")
     engine = load(head=str(tmp_path / "blocks.gguf"), tree="chain", compile=True, **DECODING)
@@ -304,17 +276,7 @@ def test_tokens_in_any_order(files, tmp_path, monkeypatch):
             assert torch.equal(made[0].lm_head(x), made[1].lm_head(x)), form
 
 
-# -------------------------------------------------------------------------------------- bad input
-
-
-def test_the_older_key_of_layers(files, tmp_path):
-    plain = files(kind="f16")
-    metadata = dict(read_header(plain).metadata)
-    metadata["eagle3.extract_layers"] = metadata.pop("eagle3.target_layers")
-    metadata.pop("general.alignment", None)
-    held = {t.name: (t.tensor_type, t.data) for t in gguf.GGUFReader(plain).tensors}
-    path = write_file(tmp_path / "head.gguf", metadata, held)
-    assert read_head(named(path), read_config(TARGET)).eagle3.aux_layers == (1, 4, 6)
+# --------------------------------------------------------------------------------------- other files
 
 
 def test_a_model_is_no_head_and_a_head_no_model(capsys, files, tmp_path):
@@ -329,56 +291,51 @@ def test_a_model_is_no_head_and_a_head_no_model(capsys, files, tmp_path):
     assert "holds one of the kind eagle" in err
 
 
-def test_exports_that_are_refused(capsys, files, tmp_path):
-    plain = files().parent / "plain"
-    four = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 6]}
-    random = weights(fc=(256, 1024))
-    cases = {
-        "four": (four, {"fc.weight": random["fc.weight"]}, "takes 4 layers' hidden states, not 3"),
-        "biases": ({}, {"fc.bias": torch.zeros(256)}, "the layout gguf has no place for a head with the weights fc.bias"),
-        "large": ({}, {"norm.weight": torch.full((256,), 1e6)}, "norm.weight has numbers beyond 16 bits"),
-        "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, "whose rope_scaling is {'rope_type': 'yarn'"),
-        "missing": ({"norm_before_fc": True}, {}, "the weights input_norm.weight are missing"),
-    }  # fmt: skip
-    for name, (changes, tensors, says) in cases.items():
-        head = write_head(tmp_path / name, changes=changes, **tensors)
-        err = failure(capsys, head, tmp_path / f"{name}.gguf")
-        assert says in err and not (tmp_path / f"{name}.gguf").exists(), err
-    err = failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
-    assert "is a head of version 1 or 2, and other runtimes are served version 3" in err
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+REFUSED = {  # keys and tensors that are changed, further arguments, what is said
+    "four": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 6]}, {"fc.weight": torch.zeros(256, 1024)}, "takes 4 layers' hidden states, not 3"),
+    "biases": ({}, {"fc.bias": torch.zeros(256)}, "the layout gguf has no place for a head with the weights fc.bias"),
+    "large": ({}, {"norm.weight": torch.full((256,), 1e6)}, "norm.weight has numbers beyond 16 bits"),
+    "yarn": (YARN, {}, "whose rope_scaling is {'rope_type': 'yarn'"),
+    "missing": ({"norm_before_fc": True}, {}, "the weights input_norm.weight are missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_heads_that_are_not_exported(capsys, tmp_path, name):
+    changes, tensors, says = REFUSED[name]
+    source = write(tmp_path / "head", head(), changes, **tensors)
+    said = failure(capsys, source, tmp_path / "h.gguf")
+    assert says in said and not (tmp_path / "h.gguf").exists(), said
+
+
+def test_mistakes_and_a_full_disk(capsys, files, tmp_path, monkeypatch):
+    """What is there stays."""
+    plain, out = files().parent / "plain", tmp_path / "head.gguf"
+    out.write_text("mine")
+    says = "is a head of version 1 or 2, and other runtimes are served version 3"
+    assert says in failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
     assert "there is no directory" in failure(capsys, plain, tmp_path / "no" / "x.gguf")
     says = "--verifier belongs to --layout speculators; drop it"
     assert says in failure(capsys, plain, tmp_path / "x.gguf", "--verifier", "owner/name")
-
-
-def test_an_existing_file_stays(capsys, files, tmp_path):
-    plain = files().parent / "plain"
-    out = tmp_path / "head.gguf"
-    out.write_text("mine")
-    assert "exists; give --overwrite to replace it" in failure(capsys, plain, out)
-    assert out.read_text() == "mine"
-    export(plain, out, "--overwrite")
-    assert out.read_bytes()[:4] == b"GGUF"
     assert "must end in .gguf" in failure(capsys, plain, tmp_path / "folder")
-
-
-def test_a_full_disk_leaves_nothing(capsys, files, tmp_path, monkeypatch):
-    plain = files().parent / "plain"
-    out = tmp_path / "head.gguf"
-    out.write_text("mine")
+    assert "exists; give --overwrite to replace it" in failure(capsys, plain, out)
 
     def full(self, *args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
-    err = failure(capsys, plain, out, "--overwrite")
-    assert f"cannot write {out} (No space left on device); free some space" in err
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+        said = failure(capsys, plain, out, "--overwrite")
+    assert f"cannot write {out} (No space left on device); free some space" in said
     assert out.read_text() == "mine"
+    export(plain, out, "--overwrite")
+    assert out.read_bytes()[:4] == b"GGUF"
 
 
 def test_train_head_writes_files(files, tmp_path, capsys):
     """Of an EAGLE-3 head; a head of version 1 has none, and one that cannot be written a note."""
-    out = write_head(tmp_path / "out")
+    out = write(tmp_path / "out", head())
     config, state = SimpleNamespace(checkpoint=DEMO), {"recipe": "HASS"}
     job = SimpleNamespace(out=out, config=config, state=state)
     train_head.export(job)
@@ -387,6 +344,6 @@ def test_train_head_writes_files(files, tmp_path, capsys):
     train_head.export(job)
     written = {file.name for file in out.glob("*.gguf")}
     assert written == {f"head-{kind}.gguf" for kind in export_head.FORMATS}
-    job.out = write_head(tmp_path / "biased", **{"fc.bias": torch.zeros(256)})
+    job.out = write(tmp_path / "biased", head(), **{"fc.bias": torch.zeros(256)})
     train_head.export(job)
     assert "note: no GGUF files:" in capsys.readouterr().err

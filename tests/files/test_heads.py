@@ -1,55 +1,65 @@
-"""Heads of version 3: every layout is read as the same function, and every flag works as in a plain
-reference. The draft never changes the output. An impossible head is refused in one line.
+"""Draft heads in every layout: read as the same function, as the flags say, refused in one line where they are damaged, exported.
+
+tests/cases/heads.py has the heads. LAYOUTS and FLAGS are changes of the recorded head of EAGLE-3, DAMAGE what is wrong in one of any kind.
+Scores of block drafters are in test_block_heads.py, those of Medusa and Hydra in test_token_heads.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
+import test_gguf_heads
+import test_token_heads
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from block_files import write_files
-from draft_tree import DynamicTree, StaticTree
+import heads
+from draft_tree import DynamicTree
 from drafters import RootOnly
+from drafts import block_draft, token_draft
 from eagle_draft import Eagle3, EagleDrafter, load_head, read_official
 from files.checkpoint import WeightFiles
 from files.config import read_config
+from files.gguf_header import read_header
+from files.head_kinds import head_kind
 from files.heads import HeadFiles, draft_vocab, make_head, read_head
 from files.rounding import quantize_directory
 from files.weights import load_model
-from helpers import GOLDEN, decode, engine_for, golden_target, record
+from heads import BLOCKS, EAGLE1, EAGLE3, Head, Tensors, merged, write
+from helpers import GOLDEN, decode, engine_for, golden_target
 from kv_cache import KVCache, causal_window
 from quantize import Quantization
-from run.generate import generate, load
 from run.options import DEMO, GenerateConfig
 from run.resolved import resolve_draft
-from run.session import Session
-from tiny_models import refused
+from scripts import export_head
+from scripts.train.train_block import BlockTrainConfig, write_files
+from scripts.train.train_block import make_head as make_block_head
+from tiny_models import Kind, refused
 
-TARGET, HEAD = GOLDEN / "models/target_llama31_gqa8", GOLDEN / "models/head_eagle3"
+TARGET = GOLDEN / heads.TARGET
 IDS = "eagle_aux_hidden_state_layer_ids"
-Tensors = dict[str, Tensor]
+INT8 = Quantization("int8")
 
 
 def target():
-    return golden_target("models/target_llama31_gqa8")
+    return golden_target(heads.TARGET)
 
 
-def official() -> tuple[dict[str, Any], Tensors]:
-    """Config and tensors of the recorded head: SafeAILab's layout."""
-    return json.loads((HEAD / "config.json").read_text()), load_file(HEAD / "model.safetensors")
-
-
-def renamed(tensors: Tensors, prefix: str, **others: str) -> Tensors:
-    """With another prefix of the layer, and of what is named in `others`."""
-    names = {"midlayer": prefix, **others}
+def renamed(tensors: Tensors, prefix: str) -> Tensors:
+    """With another prefix of the layer. model.layers.0: the other names get `model.` too, as NeMo has them."""
+    names = {"midlayer": prefix}
+    if prefix == "model.layers.0":
+        names |= {name: f"model.{name}" for name in ("fc", "norm", "embed_tokens")}
     parts = {name: name.partition(".") for name in tensors}
     return {names.get(p[0], p[0]) + p[1] + p[2]: tensors[name] for name, p in parts.items()}
 
@@ -80,9 +90,6 @@ def notes(capsys, path: Path) -> list[str]:
     return [line for line in said if line.startswith(f"note: {path}")]
 
 
-# ------------------------------------------------------------------------------------------ layouts
-
-
 def speculators(config: dict, **flags: Any) -> dict:
     left_out = ("architectures", "draft_vocab_size", "torch_dtype")
     inner = {k: v for k, v in config.items() if k not in left_out}
@@ -91,131 +98,6 @@ def speculators(config: dict, **flags: Any) -> dict:
         "model_type": "speculators", "draft_vocab_size": config["draft_vocab_size"],
         "transformer_layer_config": inner, **flags,
     }  # fmt: skip
-
-
-def merged(config: dict, changes: dict) -> dict:
-    """A config of speculators replaces the other; any other change is merged into it."""
-    return changes if "transformer_layer_config" in changes else config | changes
-
-
-def layouts() -> dict[str, tuple[dict, Tensors]]:
-    config, tensors = official()
-    embedding = {"embed_tokens.weight": target().embedding.weight.detach().clone()}
-    shifted = {"use_aux_hidden_state": True, "norm_before_residual": False}
-    nemo = renamed(
-        tensors | embedding, "model.layers.0", fc="model.fc", norm="model.norm",
-        embed_tokens="model.embed_tokens",
-    )  # fmt: skip
-    return {
-        "SafeAILab": (config, tensors),
-        "SpecForge": (
-            config | {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [1, 3, 4], **shifted}},
-            tensors,
-        ),
-        "vLLM": (
-            config | {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": False, IDS: []},
-            renamed(tensors, "layers.0") | embedding,
-        ),
-        "speculators": (
-            speculators(config, norm_output=False, norm_before_residual=False, **{IDS: [2, 4, 5]}),
-            renamed(tensors, "layers.0"),
-        ),
-        "NeMo": (
-            config | {"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, nemo,
-        ),
-        "DeepSpec": (  # names its layers by their outputs; d2t goes where the vocabulary is whole, see below
-            config | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, renamed(tensors, "layers.0"),
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", layouts())
-def test_every_layout_is_the_same_function(name, tmp_path, capsys):
-    config, tensors = layouts()[name]
-    plain = load_head(HEAD, target())
-    path = write_files(tmp_path / "head", config, tensors)
-    if name == "SafeAILab":
-        torch.save(tensors, path / "pytorch_model.bin")
-        (path / "model.safetensors").unlink()
-    head = load_head(path, target())
-    assert head.aux_layers == plain.aux_layers == (2, 4, 5)
-    assert torch.equal(head.vocab.ids, plain.vocab.ids)
-    assert head.embedding is None, "an embedding like the target's is the target's"
-    assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
-    assert not notes(capsys, tmp_path)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_eagle_1_in_speculators_layout(tmp_path, bias):
-    """The same head as in the official layout; one with further norms is refused."""
-    official = GOLDEN / "models/head_eagle12_mha"
-    config = json.loads((official / "config.json").read_text())
-    tensors = load_file(official / "model.safetensors")
-    if not bias:
-        tensors.pop("fc.bias", None)
-    theirs = {
-        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): value
-        for name, value in tensors.items()
-    }
-    assert not set(theirs) & {name for name in tensors if name.startswith(("fc", "layers"))}
-    model = golden_target()
-    theirs["lm_head.weight"] = model.lm_head.weight.detach().clone()
-    has_bias = "fc.bias" in tensors
-    plain = load_head(
-        write_files(tmp_path / "official", config | {"bias": has_bias}, tensors), model
-    )
-    said = {
-        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
-        "fusion_bias": has_bias, "transformer_layer_config": config,
-    }  # fmt: skip
-    path = write_files(tmp_path / "speculators", said, theirs)
-    quantize_directory(path, tmp_path / "int8", Quantization("int8"))
-    assert load_head(tmp_path / "int8", model).fc.format == "int8"
-    head = load_head(path, model)
-    own, other = dict(head.named_parameters()), dict(plain.named_parameters())
-    assert own.keys() == other.keys()
-    assert all(torch.equal(own[name], other[name]) for name in own)
-    assert head.config == plain.config
-    norms = theirs | {"embedding_layernorm.weight": torch.ones(64)}
-    with pytest.raises(ValueError, match="1 unexpected weight.*embedding_layernorm"):
-        load_head(write_files(tmp_path / "norms", said | {"layernorms": True}, norms), model)
-
-
-def test_draft_tokens_in_any_order(tmp_path):
-    """Columns are put in the order of the tokens, also of a head that was quantized in another."""
-    config, tensors = official()
-    order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
-    ids = (torch.arange(80) + tensors["d2t"])[order]
-    mixed = {"lm_head.weight": tensors["lm_head.weight"][order], "d2t": ids - torch.arange(80)}
-    write_files(tmp_path / "mixed", config, tensors | mixed)
-    quantize_directory(tmp_path / "mixed", tmp_path / "int8", Quantization("int8"))
-    for path, quant in ((tmp_path / "mixed", None), (tmp_path / "int8", Quantization("int8"))):
-        plain, head = load_head(HEAD, target(), quant), load_head(path, target())
-        assert torch.equal(head.vocab.ids, plain.vocab.ids)
-        assert head.vocab.ids.tolist() == sorted(ids.tolist())
-        assert all(map(torch.equal, run(head, *inputs()), run(plain, *inputs())))
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_int8_keeps_inputs_of_small_weights(tmp_path, saved):
-    """Training divides the weights of fc by the scales of its inputs, an embedding's and a feature's.
-
-    With a scale per output Qwen2.5-Coder's head lost its features: tau 1.34 for 1.54 unrounded.
-    """
-    path = random_head(tmp_path / "head")
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    weight = tensors["fc.weight"]  # [256, 3 256]
-    weight[:, 256:] *= 0.01
-    save_file(tensors, file)
-    quant = Quantization("int8")
-    if saved:
-        path = tmp_path / "int8"
-        quantize_directory(file.parent, path, quant)
-        quant = None
-    head = load_head(path, load_model(Path(DEMO)), quant)
-    error = head.fc.dequantize() - weight
-    assert error[:, 256:].norm() < 0.01 * weight[:, 256:].norm()
 
 
 # -------------------------------------------------------------------------------------------- flags
@@ -229,6 +111,10 @@ def reference(
     t: Tensors, features: Tensor, tokens: Tensor, normed_residual: bool, last: str
 ) -> tuple[Tensor, Tensor]:
     """`run` in the plainest way, without a cache, of tensors with the official names."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
+
     embedding = t.get("embed_tokens.weight", target().embedding.weight)
     if "fc.weight" in t:
         features = features[..., 64:]
@@ -236,17 +122,17 @@ def reference(
         parts = features.split(64, -1)
         if "fc_norm.0.weight" in t:
             parts = [rms(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
-        features = F.linear(torch.cat(list(parts), -1), t["fc.weight"], t.get("fc.bias"))
+        features = linear(torch.cat(list(parts), -1), "fc")
     p, given, rows, outs = "midlayer.", features, [], []
     freq = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
 
-    def heads(x: Tensor, kind: str, first: int) -> Tensor:
-        y = F.linear(x, t[f"{p}self_attn.{kind}_proj.weight"]).view(x.shape[1], -1, 16)
+    def rotated(x: Tensor, kind: str) -> Tensor:
+        y = linear(x, f"{p}self_attn.{kind}_proj").view(x.shape[1], -1, 16)
         if f"{p}self_attn.{kind}_norm.weight" in t:
             y = rms(y, t[f"{p}self_attn.{kind}_norm.weight"])
         if kind == "v":
             return y.transpose(0, 1)
-        angles = (torch.arange(len(y))[:, None] + first) * freq
+        angles = torch.arange(len(y))[:, None] * freq
         cos, sin = (torch.cat((f(angles), f(angles)), -1)[:, None] for f in (torch.cos, torch.sin))
         return (y * cos + torch.cat((-y[..., 8:], y[..., :8]), -1) * sin).transpose(0, 1)
 
@@ -255,14 +141,14 @@ def reference(
         embedded = rms(embedding[tokens], t[p + "input_layernorm.weight"])
         rows.append(torch.cat((embedded, normed), -1))
         x, h = normed if normed_residual else given, torch.cat(rows, 1)
-        q, k, v = (heads(h, kind, 0) for kind in "qkv")
+        q, k, v = (rotated(h, kind) for kind in "qkv")
         k, v = (y.repeat_interleave(2, 0) for y in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(0, 1).reshape(1, h.shape[1], -1)[:, begin:]
-        x = x + F.linear(y, t[p + "self_attn.o_proj.weight"])
+        x = x + linear(y, p + "self_attn.o_proj")
         h = rms(x, t[p + "post_attention_layernorm.weight"])
-        gate, up = (F.linear(h, t[f"{p}mlp.{kind}_proj.weight"]) for kind in ("gate", "up"))
-        given = x + F.linear(F.silu(gate) * up, t[p + "mlp.down_proj.weight"])
+        gate, up = (linear(h, f"{p}mlp.{kind}_proj") for kind in ("gate", "up"))
+        given = x + linear(F.silu(gate) * up, p + "mlp.down_proj")
         given = rms(given, t["norm.weight"]) if last == "fed" else given
         outs.append(given)
     out = torch.cat(outs, 1)
@@ -279,40 +165,60 @@ def fresh(*shape: int) -> Tensor:
 # without: the target's LM head and vocabulary
 WHOLE = {"lm_head.weight": None, "d2t": None, "t2d": None}
 QK = {f"midlayer.self_attn.{p}_norm.weight": fresh(16) for p in "qk"}
+FC_NORM = {f"fc_norm.{i}.weight": fresh(64 + i)[:64] for i in range(3)}
+ROWS_OF = {"self_attn.q": 64, "self_attn.k": 32, "self_attn.v": 32, "self_attn.o": 64, "mlp.gate": 112, "mlp.up": 112, "mlp.down": 64}  # fmt: skip
+BIASES = {f"midlayer.{name}_proj.bias": fresh(n) for name, n in ROWS_OF.items()}
+SAME = {
+    "embed_tokens.weight": target().embedding.weight.detach().clone()
+}  # the head has none of its own then
+SHIFTED = {"use_aux_hidden_state": True, "norm_before_residual": False}
 FLAGS: dict[str, tuple[dict, dict, dict]] = {  # config, tensors, the reference's options and the layer's prefix
+    "SafeAILab": ({}, {}, {}),
+    "SpecForge": ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [1, 3, 4], **SHIFTED}}, {}, {}),
+    "vLLM": ({"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": False, IDS: []}, SAME, {"prefix": "layers.0"}),
+    "speculators": (speculators(EAGLE3.keys, norm_output=False, norm_before_residual=False, **{IDS: [2, 4, 5]}), {}, {"prefix": "layers.0"}),
+    "NeMo": ({"architectures": ["LlamaEagle3DraftModel"], "target_hidden_size": 64, "norm_output": False}, SAME, {"prefix": "model.layers.0"}),
+    "DeepSpec": (  # names its layers by their outputs
+        {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1, 3, 4]}, {}, {"prefix": "layers.0"},
+    ),
     "norm_before_residual": ({"norm_before_residual": True}, {}, {"normed_residual": True}),
     "norm_before_fc": ({"eagle_config": {"norm_before_fc": True}}, {"input_norm.weight": fresh(192)}, {}),
-    "fc_norm": ({"fc_norm": True}, {f"fc_norm.{i}.weight": fresh(64 + i)[:64] for i in range(3)}, {}),
+    "fc_norm": ({"fc_norm": True}, FC_NORM, {}),
     "fc bias": ({"bias": True}, {"fc.bias": fresh(64)}, {}),
+    "biases": ({}, BIASES, {}),  # the weights decide, not the config
+    "no biases": ({"attention_bias": True, "mlp_bias": True, "bias": True}, {}, {}),
     "no fc": ({"eagle_config": {"use_aux_hidden_state": False}}, {"fc.weight": None}, {}),
     "norm_output true": ({"norm_output": True}, {}, {}),
     "norm_output false, no norm": ({"norm_output": False}, {"norm.weight": None}, {"last": "none"}),
-    "speculators' norm_output": (speculators(official()[0], norm_output=True), {}, {"last": "fed"}),
+    "speculators' norm_output": (speculators(EAGLE3.keys, norm_output=True), {}, {"last": "fed"}),
     "vLLM's norm_output": ({"norm_output": True, "architectures": ["Eagle3LlamaForCausalLM"]}, {}, {"last": "fed"}),
     "vLLM's prefix": ({"norm_output": True}, {}, {"last": "fed", "prefix": "layers.0"}),
     "NeMo's prefix": ({"norm_output": True}, {}, {"last": "fed", "prefix": "model.layers.0"}),
-    "fc_norm fed": (
-        {"norm_output": True}, {f"fc_norm.{i}.weight": fresh(64 + i)[:64] for i in range(3)}, {"last": "fed"},
-    ),
+    "fc_norm fed": ({"norm_output": True}, FC_NORM, {"last": "fed"}),
     "whole vocabulary": ({"draft_vocab_size": 128}, WHOLE, {}),
     "own whole LM head": ({"draft_vocab_size": 128}, WHOLE | {"lm_head.weight": fresh(128, 64)}, {}),
     "own embedding": ({}, {"embed_tokens.weight": fresh(128, 64)}, {}),
     "norms of q and k": ({}, QK, {}),
     "five aux_layers": (
         {"target_layer_ids": [0, 1, 3, 5, 7], "draft_vocab_size": None},
-        WHOLE | QK | {"fc.weight": fresh(64, 320), "lm_head.weight": fresh(128, 64)}, {},
+        WHOLE | QK | {"fc.weight": fresh(64, 320), "lm_head.weight": fresh(128, 64)}, {"aux_layers": (1, 2, 4, 6, 8)},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
-    config, tensors = official()
+def test_heads_of_eagle_3_are_what_the_reference_computes(name, tmp_path, capsys):
     changes, weights, told = FLAGS[name]
-    tensors = {n: t for n, t in (tensors | weights).items() if t is not None}
-    prefix = told.get("prefix", "midlayer")
-    written = write_files(tmp_path / "head", merged(config, changes), renamed(tensors, prefix))
-    head = load_head(written, target())
+    config = changes if "transformer_layer_config" in changes else EAGLE3.keys | changes
+    tensors = merged(EAGLE3.tensors, weights)
+    held = renamed(tensors, told.get("prefix", "midlayer"))
+    path = write(tmp_path / "head", Head(config, held))
+    if name == "SafeAILab":
+        torch.save(held, path / "pytorch_model.bin")
+        (path / "model.safetensors").unlink()
+    head = load_head(path, target())
+    assert head.aux_layers == told.get("aux_layers", () if name == "no fc" else (2, 4, 5))
+    assert (head.embedding is None) == (name != "own embedding")
     given = inputs(aux_layers=len(head.aux_layers))
     normed = told.get("normed_residual", False)
     want = reference(tensors, *given, normed, told.get("last", "logits"))
@@ -320,27 +226,9 @@ def test_flags_do_what_the_reference_does(name, tmp_path, capsys):
     assert not notes(capsys, tmp_path)
 
 
-def test_biases_are_those_of_the_weights(tmp_path, capsys):
-    """The weights decide, not the config."""
-    config, tensors = official()
-    rows = {"self_attn.q": 64, "self_attn.k": 32, "self_attn.v": 32, "self_attn.o": 64}
-    rows |= {"mlp.gate": 112, "mlp.up": 112, "mlp.down": 64}
-    biases = {f"midlayer.{name}_proj.bias": fresh(n) for name, n in rows.items()}
-    head = load_head(write_files(tmp_path / "all", config, tensors | biases), target())
-    held = dict(head.named_parameters())
-    for name, theirs in head.weight_names().items():
-        if name.endswith("bias"):
-            assert torch.equal(held[name], torch.cat([biases.pop(part) for part in theirs]))
-    assert not biases
-    said = {"attention_bias": True, "mlp_bias": True, "bias": True}
-    head = load_head(write_files(tmp_path / "none", config | said, tensors), target())
-    assert not any(name.endswith("bias") for name, _ in head.named_parameters())
-    assert not notes(capsys, tmp_path)
-
-
 def test_a_head_of_another_width(tmp_path):
     """fc brings the target's features to the head's own width; embedding and LM head are the head's."""
-    config, tensors = official()
+    tensors = EAGLE3.tensors
     cut = {n: t[..., :32] if t.dim() and t.shape[-1] == 64 else t for n, t in tensors.items()}
     for name, t in cut.items():
         if "self_attn" in name and t.shape[-1] == 128:
@@ -348,89 +236,14 @@ def test_a_head_of_another_width(tmp_path):
         elif t.dim() == 2 and t.shape[0] == 64 and "q_proj" not in name:
             cut[name] = t[:32]
     cut["midlayer.self_attn.o_proj.weight"] = tensors["midlayer.self_attn.o_proj.weight"][:32]
-    config |= {"hidden_size": 32, "head_dim": 16, "target_hidden_size": 64}
+    keys = {"hidden_size": 32, "head_dim": 16, "target_hidden_size": 64}
     cut = {n: t.clone() for n, t in cut.items()} | {"embed_tokens.weight": fresh(128, 32)}
-    head = load_head(write_files(tmp_path / "head", config, cut), target())
+    head = load_head(write(tmp_path / "head", EAGLE3, keys, **cut), target())
     drafter = EagleDrafter(head, target(), DynamicTree(3, 4, 12))
     options = {"max_new_tokens": 20, "ignore_eos": True}
     engines = (engine_for(target(), each, **options) for each in (drafter, RootOnly()))
     drafted, plain = (decode(engine, [5, 17, 3]) for engine in engines)
     assert drafted.history == plain.history
-
-
-# ---------------------------------------------------------------------------------- nothing changes
-
-
-def random_head(path: Path) -> Path:
-    """A head of version 3 for the demo that drafts 64 frequent tokens."""
-    config = json.loads(Path(DEMO, "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "draft_vocab_size": 64}
-    shapes = {
-        "midlayer.self_attn.q_proj": (256, 512), "midlayer.self_attn.k_proj": (128, 512),
-        "midlayer.self_attn.v_proj": (128, 512), "midlayer.self_attn.o_proj": (256, 256),
-        "midlayer.mlp.gate_proj": (768, 256), "midlayer.mlp.up_proj": (768, 256),
-        "midlayer.mlp.down_proj": (256, 768), "midlayer.hidden_norm": (256,),
-        "midlayer.input_layernorm": (256,), "midlayer.post_attention_layernorm": (256,),
-        "fc": (256, 3 * 256), "norm": (256,), "lm_head": (64, 256),
-    }  # fmt: skip
-    tensors = {f"{name}.weight": fresh(*shape) for name, shape in shapes.items()}
-    tensors["d2t"] = 260 + torch.arange(64)  # the token i + d2t[i]
-    return write_files(path, config, tensors)
-
-
-def test_a_prompt_in_chunks_gives_the_head_the_same_rows(monkeypatch):
-    """Features and aux_layers of a prefill in pieces, and the head's rows made from them."""
-    prompt = [(7 * i + i * i) % 128 for i in range(50)]
-    model, head = target(), load_head(HEAD, target())
-    rows = []
-    for chunk in (256, 16):
-        monkeypatch.setattr("decode.PREFILL_CHUNK", chunk)
-        calls = record(monkeypatch, EagleDrafter, "extend")
-        drafter = EagleDrafter(head, model, StaticTree.chain(3))
-        session = Session(engine_for(model, drafter, max_new_tokens=8, ignore_eos=True), [(0, 0)])
-        steps = session.decode_turn([prompt])
-        next(steps)
-        while session.prefilling:
-            next(steps)
-        features = torch.cat([call.args[2].features for call in calls], 1)
-        rows.append((features, calls[-1].result.hidden))
-        assert len(calls) == -(-50 // chunk) and rows[-1][0].shape == (1, 50, 4 * 64)
-    for whole, parts in zip(*rows):
-        torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
-
-
-def test_a_second_turn_with_trees_of_several_sizes(tmp_path):
-    """Cycles that draft nothing take in the same rows as the others."""
-    engine = load(
-        checkpoint=DEMO, eagle=str(random_head(tmp_path / "head")), device="cpu", max_new_tokens=24, tree="auto",
-        tree_topk=4, tree_size=12, tree_depth=2,
-    )  # fmt: skip
-    vanilla = load(checkpoint=DEMO, draft="none", device="cpu", max_new_tokens=24)
-    prompts = [["def read_lines(path):", "class Reader:"]]
-    assert generate(engine, prompts).tokens == generate(vanilla, prompts).tokens
-
-
-# ----------------------------------------------------------------------------------------- mistakes
-
-
-def failure(capsys, head: Path) -> str:
-    argv = ["--checkpoint", str(TARGET), "--eagle", str(head), "--tree", "chain"]
-    return refused(capsys, *argv)
-
-
-def test_a_model_is_no_head(capsys):
-    """It is said before its sizes are compared, with the option that takes a model."""
-    message = failure(capsys, TARGET)
-    assert f"{TARGET} holds a model, and no head" in message
-    assert f"use --draft model --draft_checkpoint {TARGET}, or" in message
-
-
-@pytest.mark.parametrize("width, form", [(128, "int4"), (100, "none")])
-def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path, width, form):
-    config = speculators(official()[0] | {"intermediate_size": width})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = GenerateConfig(draft="eagle", head=str(tmp_path), device="cuda", dtype="bfloat16")
-    assert resolve_draft(options, TARGET).quant_draft == form
 
 
 NAMED = {  # version, config, what the note names
@@ -450,10 +263,7 @@ NAMED = {  # version, config, what the note names
 @pytest.mark.parametrize("name", NAMED)
 def test_keys_without_effect_are_named(name, tmp_path, capsys):
     version, changes, named = NAMED[name]
-    source = HEAD if version == 3 else GOLDEN / "models/head_eagle12_mha"
-    config = json.loads((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    head = write_files(tmp_path / "head", merged(config, changes), tensors)
+    head = write(tmp_path / "head", EAGLE3 if version == 3 else EAGLE1, changes)
     load_head(head, target() if version == 3 else golden_target())
     note = f"note: {head}: keys of config.json without effect here: {named}"
     assert notes(capsys, tmp_path) == [note] * bool(named)
@@ -482,3 +292,331 @@ def test_the_flat_reader_reads_official_heads_as_the_other_does(head, of_target)
     assert ids is None or torch.equal(ours.vocab.ids, ids)
     with pytest.raises(ValueError, match="use the head made for this target"):
         read_official(WeightFiles(path), replace(config, vocab_size=config.vocab_size + 1))
+
+
+@pytest.mark.parametrize("width, form", [(128, "int4"), (100, "none")])
+def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path, width, form):
+    config = speculators(EAGLE3.keys | {"intermediate_size": width})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = GenerateConfig(draft="eagle", head=str(tmp_path), device="cuda", dtype="bfloat16")
+    assert resolve_draft(options, TARGET).quant_draft == form
+
+
+# ------------------------------------------------------------------------------------- damaged files
+
+TARGET_OF = {"eagle1": heads.LLAMA, "medusa": heads.LLAMA, "hydra": heads.LLAMA, "gguf eagle3": ""}
+D2T = EAGLE3.tensors["d2t"]
+
+
+DAMAGE = {  # case -> keys, tensors, what is said
+    "eagle1": [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "mixes versions: an EAGLE-3 config"),
+        ({}, {"fc.weight": None}, "is in no layout of the kind eagle that is known: its tensors are"),
+    ],
+    "eagle3": [
+        ({IDS: [2, 4, 9]}, {}, "takes the inputs of the target's layers 2, 4, 9, which must ascend from 0 to 8"),
+        ({IDS: ["2"]}, {}, f"{IDS} must be a list of whole numbers"),
+        ({IDS: [2, 4, 5], "target_layer_ids": [2, 4, 5]}, {}, "the target's layers are named twice, as inputs"),
+        ({IDS: [2, 4]}, {}, "fc.weight has shape [64, 192], but its config asks for [64, 128]"),
+        ({"fc_norm": True, "use_aux_hidden_state": False}, {}, "fc_norm norms what fc takes, and use_aux_hidden_state is"),
+        ({"draft_inputs": "token"}, {}, "draft_inputs must be feature&shifted; it is 'token'"),
+        ({}, {"norm.weight": None}, "1 missing weight(s): norm.weight"),
+        ({}, {"model.norm.weight": fresh(64)}, "mixes versions: it has tensors of two layouts"),
+        ({}, {"d2t": D2T + 1}, "d2t reaches the token 128, the target has 0..127; a token is its index plus d2t"),
+        ({}, {"d2t": torch.cat((D2T[:1], D2T[:1] - 1, D2T[2:]))}, "d2t reaches the token 1 twice"),
+        ({}, {"d2t": D2T.float()}, "d2t must hold draft_vocab_size (80) whole numbers; it is torch.float32 of shape [80]"),
+        ({"draft_vocab_size": 129}, {}, "draft_vocab_size, or the length of d2t, is 129, and vocab_size 128; it must"),
+        ({"target_hidden_size": 96}, {}, "target_hidden_size is 96, the target's is 64"),
+        ({"hidden_size": 32, "target_hidden_size": 64}, {}, "needs its own embed_tokens, fc and lm_head"),
+        ({"vocab_size": 100}, {}, "vocab_size is 100, the target's is 128"),
+        ({"eagle_config": {"vocab_size": 9}}, {}, "vocab_size is 128, and 9 in another place; keep one"),
+        ({}, {"mask_hidden": fresh(192)}, "needs a mask_token_id below vocab_size (128); it is None"),
+    ],
+    "peagle": [
+        ({"mask_token_id": 128}, {}, "below vocab_size (128); it is 128"),
+        ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, "mask_hidden"),
+    ],
+    "DeepSpec": [
+        ({"target_layer_ids": [0, 1, 3, 4]}, {}, "fc takes 320 inputs, and target_layer_ids names 4 layers of width 64"),
+        ({"target_layer_ids": None}, {}, "the key 'target_layer_ids' is missing"),
+        ({"mask_token_id": 128}, {}, "mask_token_id must be below the target's vocab_size (128); it is 128"),
+        ({"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
+        ({"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
+        ({}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
+        ({}, {"fc.weight": None}, "fc takes 0 inputs"),
+        ({}, {"hidden_norm.weight": None}, "is in no layout of the kind block that is known"),
+    ],
+    "dflash": [
+        ({"speculators_model_type": "xpress"}, {}, "speculators_model_type must be dflash or dspark or dflash2; it is 'xpress'"),
+        ({"transformer_layer_config": {"sliding_window": None}}, {}, "layer_types has sliding_attention, and there is no window"),
+        ({"transformer_layer_config": {"layer_types": ["linear_attention"] * 2}}, {}, "layer_types must be a list of sliding_attention and full_attention"),
+        ({"aux_hidden_state_layer_ids": [1, 2, 4, 5, 8]}, {}, "layers 1, 2, 4, 5, 8, which must ascend from 0 to 7"),
+    ],
+    "dflash2": [
+        ({"conv_group_size": 7}, {}, "conv_group_size must divide hidden_size (64); it is 7"),
+        ({"conv_kernel_size": 2}, {}, "attention_conv"),
+        ({"selector_top_k": 129}, {}, "selector_top_k must be 1 to the number of drafted tokens (128); it is 129"),
+        ({"selector_rank": None}, {}, "3 unexpected weight(s): candidate_selector"),
+        ({"projector_type": "domino"}, {}, "projector_type must be dspark or dflash2 or lilicorr; it is 'domino'"),
+        ({"use_swa": True}, {}, "use_swa must be false"),
+    ],
+    "dspine": [
+        ({"dspine_config": None}, {}, "unexpected weight"),
+        ({"dspine_config": {"transfer_rank": 16}}, {}, "injection.readouts.weight has shape [32, 64], but its config asks"),
+        ({}, {"injection.message.weight": None}, "2 missing weight(s): layers.0.injection.message.weight"),
+    ],
+    "lilicorr": [
+        ({"dflash_config": {"lilicorr_vector_eps": None}}, {}, "the key 'lilicorr_vector_eps' is missing"),
+        ({"dflash_config": {"lilicorr_num_heads": 3}}, {}, "must divide lilicorr_hidden_size (32); it is 3"),
+        ({"dflash_config": {"lilicorr_candidate_topk": 129}}, {}, "at most vocab_size (128); it is 129"),
+        ({"dflash_config": {"block_size": 8}}, {}, "block_size is 6, and 8 in another place; keep one"),
+        ({}, {"lilicorr.same_slot_bias": None}, "1 missing weight(s): lilicorr.same_slot_bias"),
+        ({}, {"lm_head.weight": torch.zeros(128, 64)}, "this head has tables, a bias or a selector of its own"),
+    ],
+    "gguf eagle3": [
+        ({"target_layers": None}, {}, "metadata eagle3.target_layers is missing"),
+        ({"attention.head_count": 7}, {}, "head_count_kv must divide head_count"),
+        ({"norm_before_residual": 7}, {}, "norm_before_residual must be true or false; it is 7"),
+        ({"logit_scale": 2.0}, {}, "eagle3.logit_scale is 2.0, which is not supported"),
+        ({}, {"d2t": (Kind.I64, np.full(512, 10))}, "d2t reaches the token 10 twice"),
+        ({}, {"d2t": (Kind.I64, np.arange(500))}, "lm_head.weight has shape [512, 256], but its config asks for [500, 256]"),
+        ({}, {"blk.0.sinks.weight": (Kind.F32, np.zeros(8, np.float32))}, "1 unexpected weight(s)"),
+    ],
+    "gguf dflash": [
+        ({"attention.sliding_window_pattern": None}, {}, "sliding_window_pattern is missing"),
+        ({"attention.sliding_window_pattern": [True]}, {}, "layer_types must name 2 layers; it names 1"),
+        ({}, {"lilicorr.same_slot_bias": torch.zeros(4)}, "1 unexpected weight(s): lilicorr.same_slot_bias"),
+    ],
+    "gguf dflash2": [
+        ({"selector_top_k": None}, {}, "selector_top_k must be 1 to"),
+    ],
+    "gguf dspark": [({}, {"layer_fusion": torch.zeros(2, 5)}, "1 unexpected weight(s)")],
+    "medusa": [
+        ({}, {"0.0.linear.weight": torch.zeros(32, 32)}, "hidden_size is 32, the target's is 64; use the head made"),
+        ({}, {f"{i}.2.weight": None for i in range(4)}, "LM heads 0.2.weight, 1.2.weight, 2.2.weight, 3.2.weight are missing"),
+        ({}, {"0.0.linear.weight": torch.zeros(())}, "linear.weight is a single number; use a model's own weights"),
+        ({"block_size": 6}, {}, "heads of several kinds: medusa_lm_head.pt (medusa), the key block_size (block); give each"),
+    ],
+    "hydra": [
+        ({}, {"hydra_lm_head.0.weight": torch.zeros(50, 64)}, "vocab_size is 50, the target's is 97; use the head made"),
+        ({"hydra_num_heads": 6}, {}, "config.json says hydra_num_heads 6, and the weights hold 4 heads"),
+        ({"grounded_heads": None}, {}, "the key 'grounded_heads' is missing"),
+        ({"hydra_head_arch": "cross-attn"}, {}, "hydra_head_arch must be mlp or prefix-mlp; it is 'cross-attn'"),
+    ],
+}  # fmt: skip
+ROWS = [(case, *row) for case, rows in DAMAGE.items() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def head_of(tmp_path_factory):
+    """A function of a case of DAMAGE: the head, undamaged."""
+
+    @functools.cache
+    def of(case: str) -> Head:
+        if case in ("medusa", "hydra"):
+            return test_token_heads.made(case)[1]
+        if case != "gguf eagle3":
+            return {"eagle1": EAGLE1, "eagle3": EAGLE3, **BLOCKS}[case]
+        path = tmp_path_factory.mktemp("gguf")
+        source = write(path / "plain", test_gguf_heads.head())
+        test_gguf_heads.export(source, path / "h.gguf", "--type", "f16")
+        metadata = read_header(path / "h.gguf").metadata
+        keys = {
+            k.removeprefix("eagle3."): v for k, v in metadata.items() if k.startswith("eagle3.")
+        }
+        reader = gguf.GGUFReader(path / "h.gguf")
+        tensors = {t.name: (t.tensor_type, t.data.copy()) for t in reader.tensors}
+        return Head(keys, tensors, file="eagle3.gguf")
+
+    return of
+
+
+def load(path: Path, case: str, *quant: Quantization) -> Any:
+    """Load a head of any kind."""
+    name = TARGET_OF.get(case, heads.TARGET)
+    model = golden_target(name) if name else load_model(Path(DEMO))
+    loaders = {"eagle": load_head, "block": block_draft.load_head}
+    return loaders.get(head_kind(path), token_draft.load_heads)(path, model, *quant)
+
+
+@pytest.mark.parametrize("case, keys, tensors, message", ROWS)
+def test_damaged_files_are_refused_in_one_line(head_of, case, keys, tensors, message, tmp_path):
+    path = write(tmp_path / "head", head_of(case), keys, **tensors)
+    with pytest.raises(ValueError) as found:
+        load(path, case)
+    said = str(found.value)
+    assert message in said and path.name in said and "\n" not in said
+
+
+def of_eagle_1(bias: bool) -> tuple[Head, Head]:
+    """EAGLE-1's head in speculators' layout, and in the official one."""
+    held = merged(EAGLE1.tensors, {} if bias else {"fc.bias": None})
+    theirs = {
+        n.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): v
+        for n, v in held.items()
+    }
+    theirs["lm_head.weight"] = golden_target().lm_head.weight.detach().clone()
+    keys = {
+        "architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "layernorms": False,
+        "fusion_bias": bias, "transformer_layer_config": EAGLE1.keys,
+    }  # fmt: skip
+    return Head(keys, theirs), Head(EAGLE1.keys | {"bias": bias}, held)
+
+
+def in_another_order() -> Head:
+    """EAGLE-3's, whose columns are put in the order of the tokens."""
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
+    ids = (torch.arange(80) + D2T)[order]
+    rows = EAGLE3.tensors["lm_head.weight"][order]
+    mixed = {"lm_head.weight": rows, "d2t": ids - torch.arange(80)}
+    return EAGLE3._replace(tensors=EAGLE3.tensors | mixed)
+
+
+def with_books(head: Head) -> Head:
+    """DFlash2's codebooks under the names of z-lab's class."""
+    return head._replace(
+        tensors={f"{n}.weight" if n.endswith("codebook") else n: v for n, v in head.tensors.items()}
+    )
+
+
+def alike(case: str, keys: dict) -> tuple:
+    """A case whose keys change nothing, and the case."""
+    return case, lambda head: (head._replace(keys=merged(head.keys, keys)), head)
+
+
+# llama.cpp's count of layers is at most the tensors'; the config of Vicuna's heads counts the target's layers
+MANY, OF_GGUF = {"num_hidden_layers": 6000}, {"block_count": 9}
+OLDER = {"target_layers": None, "extract_layers": [1, 4, 6]}
+EQUAL = {  # case, a function of its head that returns two heads that say the same
+    **{case: alike(case, OF_GGUF if "gguf" in case else MANY) for case in DAMAGE if case not in ("medusa", "hydra")},
+    **{f"{case}'s layers": alike(case, {"transformer_layer_config": MANY}) for case in ("dflash", "dflash2", "peagle")},
+    **{case: alike(case, {}) for case in ("medusa", "hydra")},
+    "older key of layers": alike("gguf eagle3", OLDER),
+    "EAGLE-1 of speculators": ("eagle1", lambda head: of_eagle_1(True)),
+    "EAGLE-1 of speculators without a bias": ("eagle1", lambda head: of_eagle_1(False)),
+    "tokens in any order": ("eagle3", lambda head: (in_another_order(), head)),
+    "codebooks of z-lab": ("z-lab", lambda head: (with_books(head), head)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_files_that_say_the_same(head_of, name, tmp_path, capsys):
+    """Quantized copies, as quantize.py writes them, have the codes of loading: convolutions and tables of tokens stay."""
+    case, make = EQUAL[name]
+    ours, theirs = (write(tmp_path / str(n), h) for n, h in enumerate(make(head_of(case))))
+    assert_equal(load(ours, case), load(theirs, case))
+    if ours.is_dir():
+        quantize_directory(ours, tmp_path / "int8", INT8)
+        assert_equal(load(tmp_path / "int8", case), load(theirs, case, INT8))
+    assert "without effect" not in capsys.readouterr().err
+
+
+def assert_equal(ours, theirs) -> None:
+    assert ours.config == theirs.config
+    for values in ("named_parameters", "named_buffers"):
+        held = dict(getattr(theirs, values)())
+        for name, value in getattr(ours, values)():
+            assert torch.equal(value, held.pop(name)), name
+        assert not held
+    vocab = getattr(theirs, "vocab", None)
+    assert vocab is None or torch.equal(ours.vocab.ids, vocab.ids)
+
+
+def test_a_model_is_no_head(capsys):
+    """It is said before its sizes are compared, with the option that takes a model."""
+    said = refused(capsys, "--checkpoint", str(TARGET), "--eagle", str(TARGET), "--tree", "chain")
+    assert f"{TARGET} holds a model, and no head" in said
+    assert f"use --draft model --draft_checkpoint {TARGET}, or" in said
+
+
+# ------------------------------------------------------------------------------------------ exports
+
+
+def export(head, out, layout, model=TARGET, **options):
+    """Write a head. Returns: config.json and the tensors."""
+    paths = {"head": str(head), "checkpoint": str(model), "out": str(out)}
+    config = export_head.ExportConfig(**paths, layout=layout, **options)
+    config.check()
+    export_head.run(config)
+    return json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+
+
+def test_a_target_of_a_hub_is_named_as_there(tmp_path, monkeypatch):
+    """The cache's path would mean nothing on another machine."""
+    cached = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(TARGET.resolve())
+    monkeypatch.setattr("scripts.export_head.fetched", lambda name: cached)
+    source = write(tmp_path / "source", EAGLE3)
+    keys, _ = export(source, tmp_path / "out", "speculators", model="owner/name")
+    assert keys["speculators_config"]["verifier"]["name_or_path"] == "owner/name"
+
+
+def block_head(path, **options):
+    """Write a random DFlash head of the target. Returns: its directory."""
+    torch.manual_seed(0)
+    config = BlockTrainConfig(layers=1, block_size=4, **options)
+    head = make_block_head(config, target(), [SimpleNamespace(ids=[1, 2, 3])])
+    for parameter in head.parameters():
+        parameter.data.normal_()
+    path.mkdir()
+    write_files(head, path, "bfloat16", {})
+    return path
+
+
+def eagle_head(path):
+    halves = {k: x.bfloat16() for k, x in EAGLE3.tensors.items() if x.is_floating_point()}
+    return write(path, EAGLE3, {"draft_sharpness": 1.5}, **halves)
+
+
+EXPORTED = {  # a function that writes a head, one that loads it, its kind in speculators' layout
+    "eagle3": (eagle_head, load_head),
+    "dflash": (block_head, block_draft.load_head),
+    "dflash2": (functools.partial(block_head, selector_rank=8), block_draft.load_head),
+}
+
+
+@pytest.mark.parametrize("layout", export_head.LAYOUTS[1:])
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_what_is_written_is_read_back_as_the_same_head(layout, kind, tmp_path):
+    """Its config, too: the export itself compares it."""
+    make, read_back = EXPORTED[kind]
+    source = make(tmp_path / "source")
+    keys, written = export(source, tmp_path / "out", layout)
+    before, after = (read_back(path, target()) for path in (source, tmp_path / "out"))
+    own, other = dict(before.named_parameters()), dict(after.named_parameters())
+    if kind == "eagle3" and layout == "speculators":  # the target's, rounded
+        assert other.pop("embedding.weight").equal(target().embedding.weight.bfloat16().float())
+    assert own.keys() == other.keys() and len(own) > 8
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert (before.vocab is None) or after.vocab.ids.equal(before.vocab.ids)
+    assert after.config.sharpness == before.config.sharpness
+    assert keys.get("speculators_model_type", kind) == kind
+    assert ("speculators_model_type" in keys) == (layout == "speculators")
+    assert {x.dtype for x in written.values()} <= {torch.bfloat16, torch.int64, torch.bool}
+    if kind != "eagle3":
+        assert kind == "dflash" or written["layers.0.mlp_conv.base_kernel"].dim() == 3
+    elif layout == "sglang":
+        assert keys["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+        assert written.keys() == EAGLE3.tensors.keys()
+    else:
+        assert keys["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+        names = {name.replace("midlayer", "layers.0") for name in EAGLE3.tensors}
+        assert written.keys() == names | {"embed_tokens.weight"}
+
+
+NORMED = {"norm_before_residual": True}
+NO_PLACE = [  # a function that writes a head, the layout, what is said
+    (functools.partial(block_head, causal=True), "speculators", "whose causal is True; it would be read as False"),
+    (lambda path: write(path, EAGLE3, NORMED), "sglang", "whose norm_before_residual is True"),
+    (block_head, "gguf", "no place for a head that is a block drafter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, layout, says", NO_PLACE)
+def test_what_a_layout_has_no_place_for_is_refused(make, layout, says, tmp_path):
+    """Nothing is written. Other mistakes are in test_gguf_heads.py."""
+    head = make(tmp_path / "head")
+    with pytest.raises(ValueError, match=says):
+        export(head, tmp_path / ("out.gguf" if layout == "gguf" else "out"), layout)
+    assert [*tmp_path.iterdir()] == [head]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,8 @@ from families import QWEN_EXPERTS as EXPERTS
 from families import file_of_qwen35 as file_of
 from families import randomize_qwen as randomize
 from files.texts import TextFiles
-from helpers import InTurn, in_turn, slow
+from heads import assert_vanillas_tokens
+from helpers import in_turn, slow
 from kv_cache import KVCache, causal_window
 from run.generate import generate, load
 from run.options import DEMO
@@ -166,12 +166,20 @@ def drafted_by(reference, model, prompt: list[int], depth: int) -> list[int]:
     return found
 
 
+TRACED = {"tree": "chain:4", "max_new_tokens": 8, "trace": "-", "device": "cpu"}
+
+
+def assert_first_chain(engine, mtp, model, prompt: list[int]) -> None:
+    assert engine.option("draft") == "mtp"
+    first = generate(engine, [prompt]).trace[0]
+    assert first["draft_tokens"] == drafted_by(mtp, model, prompt, 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_scores_and_chains_are_those_of_the_formula(tmp_path, kind):
     model, mtp = made(kind, tmp_path)
-    engine = load(str(tmp_path), tree="chain:4", max_new_tokens=8, trace="-", device="cpu")
-    assert engine.option("draft") == "mtp"
+    engine = load(str(tmp_path), **TRACED)
     head = engine.drafter.head
     features = model.model(IDS[None]).last_hidden_state[:, :-1]
     embedded = engine.target.embedding(IDS[None, 1:])
@@ -180,15 +188,14 @@ def test_scores_and_chains_are_those_of_the_formula(tmp_path, kind):
     assert want.std() > 0.3  # else the bound would hold for anything
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     for prompt in PROMPTS:
-        first = generate(engine, [prompt]).trace[0]
-        assert first["draft_tokens"] == drafted_by(mtp, model, prompt, 4)
+        assert_first_chain(engine, mtp, model, prompt)
 
 
 MATRIX = [  # kind, tree, format, temperature, batch
-    ("mimo", "chain:4", "none", 0.0, 1), ("mimo", "dynamic:4,3,12", "int8", 1.0, 2), ("mimo", "static", "bf16", 0.0, 2),
-    ("qwen", "chain:4", "bf16", 1.0, 2), ("qwen", "dynamic:4,3,12", "none", 0.0, 2), ("qwen", "auto", "bf16", 0.0, 1),
+    ("mimo", "chain:4", "fp32", 0.0, 1), ("mimo", "dynamic:4,3,12", "int8", 1.0, 2), ("mimo", "static", "bf16", 0.0, 2),
+    ("qwen", "chain:4", "bf16", 1.0, 2), ("qwen", "dynamic:4,3,12", "fp32", 0.0, 2), ("qwen", "auto", "bf16", 0.0, 1),
     ("experts", "dynamic:4,3,12", "bf16", 0.0, 2), ("tied", "chain:2", "int4", 0.0, 1),
-    ("glm", "chain:4", "none", 1.0, 1), ("glm", "dynamic:4,3,12", "bf16", 0.0, 2),
+    ("glm", "chain:4", "fp32", 1.0, 1), ("glm", "dynamic:4,3,12", "bf16", 0.0, 2),
     *slow([
         ("mimo", "auto", "int4", 1.0, 1), ("qwen", "static", "int8", 1.0, 1), ("glm", "static", "int4", 1.0, 2),
         ("glm", "auto", "bf16", 0.0, 1),
@@ -198,23 +205,11 @@ MATRIX = [  # kind, tree, format, temperature, batch
 
 @pytest.mark.parametrize("kind, tree, form, temperature, batch", MATRIX)
 def test_every_tree_gives_vanillas_tokens(hitting, kind, tree, form, temperature, batch):
-    options = {"temperature": temperature, "batch_size": batch, "max_new_tokens": 40, "seed": 7}
-    options |= {"ignore_eos": True, "trace": "-", "device": "cpu"}
-    if form != "none":
-        options["dtype"] = "bfloat16"
-    if form.startswith("int"):
-        options |= {"quant": form, "group_size": 32 if form == "int4" else 0}
-    path = str(hitting[kind])
-    want = generate(load(path, draft="none", **options), PROMPTS[:batch]).tokens
-    engine = load(path, tree=tree, **options)
-    assert engine.option("draft") == "mtp"
+    files = {"checkpoint": str(hitting[kind]), "tree": tree}
+    engine = assert_vanillas_tokens(files, PROMPTS[:batch], form, temperature, 1.5)
     drafter = getattr(engine.drafter, "drafter", engine.drafter)
-    assert (not drafter.head.program.in_cpp) == (form == "none")
-    if tree == "auto":  # no clock counts
-        engine = replace(engine, policy=InTurn())
-    found = generate(engine, PROMPTS[:batch])
-    assert found.tokens == want
-    assert found.stats["tau"] > (1.5 if tree == "auto" else 2)
+    assert engine.option("draft") == "mtp"
+    assert (not drafter.head.program.in_cpp) == (form == "fp32")
 
 
 def test_fused_segments_compute_what_the_layer_does(hitting):
@@ -279,12 +274,9 @@ def test_files_of_llama_cpp(tmp_path):
         name: own[name] for name in ("token_embd.weight", "output_norm.weight", "output.weight")
     }
     alone = write(tmp_path / "mtp.gguf", with_layer(model), tables | layer)
-    options = {"tree": "chain:4", "max_new_tokens": 8, "trace": "-", "device": "cpu"}
     for path, head in ((both, ""), (plain, str(alone))):
-        engine = load(str(path), NO_TEXT, head=head, **options)
-        assert engine.option("draft") == "mtp"
-        first = generate(engine, PROMPTS[1:]).trace[0]
-        assert first["draft_tokens"] == drafted_by(mtp, model, PROMPTS[1], 4)
+        engine = load(str(path), NO_TEXT, head=head, **TRACED)
+        assert_first_chain(engine, mtp, model, PROMPTS[1])
 
 
 @torch.no_grad()
@@ -305,10 +297,7 @@ def test_a_file_of_glm(tmp_path, capsys):
             layer[gguf_name(part, names)] = tensor.contiguous().numpy()
     metadata = metadata_of_glm(model, {"block_count": 3, "nextn_predict_layers": 1})
     path = write(tmp_path / "glm.gguf", metadata, own | layer)
-    engine = load(str(path), NO_TEXT, tree="chain:4", max_new_tokens=8, trace="-", device="cpu")
-    assert engine.option("draft") == "mtp"
-    first = generate(engine, PROMPTS[1:]).trace[0]
-    assert first["draft_tokens"] == drafted_by(mtp, model, PROMPTS[1], 4)
+    assert_first_chain(load(str(path), NO_TEXT, **TRACED), mtp, model, PROMPTS[1])
     layer["blk.2.nextn.shared_head_head.weight"] = -own["output.weight"]
     path = write(tmp_path / "other.gguf", metadata, own | layer)
     says = "model.layers.2.shared_head.head.weight differs from the model's lm_head.weight"
@@ -392,8 +381,6 @@ def test_a_repeated_embedding_and_further_layers(hitting, tmp_path, capsys):
     capsys.readouterr()
     engine = load(str(path), **options)
     assert "holds several MTP layers; the first one drafts all levels" in capsys.readouterr().err
-    found = generate(engine, PROMPTS[1:])
-    assert (
-        found.stats["tau"]
-        == generate(load(str(hitting["mimo"]), **options), PROMPTS[1:]).stats["tau"]
-    )
+    plain = load(str(hitting["mimo"]), **options)
+    taus = [generate(each, PROMPTS[1:]).stats["tau"] for each in (engine, plain)]
+    assert taus[0] == taus[1]

@@ -1,5 +1,5 @@
 """Training of heads: the official loss and gradients, chains fed one token at a time, answer masks, the official layout,
-the best head, resume, and features kept on disk. Block drafters are in tests/core/test_block_draft.py.
+the best head, resume, and features kept on disk. Block drafters are in tests/core/test_block_heads.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,610 @@
+"""Block drafters and P-EAGLE: the official code's scores in every layout, trees of the best prefixes, training, and vanilla's tokens.
+
+tests/cases/heads.py has the heads, and golden/block_heads their scores. test_lossless.py has more loops, tests/files/test_heads.py
+damaged files.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+import heads
+import quantize
+import sampling
+from backends.fusions import NEXT_READER, AddNorm, MergedModel
+from backends.library import has_cpu_operators
+from backends.weight import Embedding
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
+from drafters import DrafterUpdate, DraftInputs, RootOnly
+from drafts.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
+from drafts.block_heads import BlockConfig
+from drafts.by_value import beside
+from drafts.level_draft import tree_of
+from drafts.parallel_eagle import ParallelEagleDrafter
+from drafts.residual import sample_children
+from eagle_draft import load_head as load_eagle
+from heads import (
+    BLOCKS,
+    DRAFTED,
+    LEVELS,
+    TARGET,
+    assert_vanillas_tokens,
+    drafter_of,
+    drafts,
+    recorded,
+    recorded_levels,
+    small,
+)
+from helpers import (
+    GOLDEN,
+    PROMPTS,
+    compiled_as_on_cuda,
+    decode,
+    engine_for,
+    golden_target,
+    slow,
+    token_paths,
+)
+from run.generate import load
+from run.options import GenerateConfig
+from scripts.train.losses import block_losses, pick_anchors
+from scripts.train.train_block import BlockTrainConfig, draft_blocks, make_head, tapped_layers
+from scripts.train.train_block import write_files as write_trained
+
+STEPS = 32  # of training
+CHECKPOINT = str(GOLDEN / TARGET)
+SETTINGS = {"max_new_tokens": 50, "ignore_eos": True, "seed": 7}
+ORDER = DRAFTED.argsort()
+# ------------------------------------------------------------------------------------------ scores
+
+
+def made(path: Path, kind: str, changes: dict | None = None, tree=None, **tensors):
+    """The drafter of a head that is written. Arguments: as for heads.write"""
+    return drafter_of(heads.write(path / "head", BLOCKS[kind], changes, **tensors), tree)
+
+
+@pytest.mark.parametrize("kind, changes, file, name", [
+    ("DeepSpec dflash", {"num_hidden_layers": 8}, "trace", "dflash.logits"),  # where config.json counts the target's layers
+    ("jetspec", {}, "trace", "jetspec.logits"),
+    ("dflash", {}, "speculators", "dflash.logits"),  # a window, and some tokens, which are not in order in the file
+    ("z-lab", {}, "speculators", "zlab.mixed"),  # windows count from each position
+    ("z-lab", {"is_causal": False}, "speculators", "zlab.free"),  # and to both sides
+])  # fmt: skip
+def test_scores_are_the_official_ones(kind, changes, file, name, tmp_path):
+    drafter = made(tmp_path, kind, changes)
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        want = recorded(file)[name][number]
+        chain = want.argmax(-1)
+        if drafter.vocab.ids is not None:
+            assert drafter.vocab.ids.tolist() == DRAFTED[ORDER].tolist()
+            want, chain = want[:, ORDER], DRAFTED[chain]
+        assert (drafter.level_scores(state, inputs)[0] - want).abs().max() < 1e-4
+        found = drafter.propose(state, inputs).tokens[0, 1:]
+        assert kind == "z-lab" or found.tolist() == chain.tolist()
+
+
+def gate_of_dspark() -> dict[str, torch.Tensor]:
+    draw = numpy.random.RandomState(6).standard_normal
+    weight, bias = (torch.from_numpy(draw(shape)).float() for shape in ((32, 96), (32,)))
+    return {"markov_head.gate_proj.weight": weight * 0.3, "markov_head.gate_proj.bias": bias}
+
+
+@pytest.mark.parametrize("kind, file, name", [
+    ("DeepSpec", "trace", "dspark"),  # a position predicts the token after its own; the tables are its own
+    ("dspark", "speculators", "dspark"),  # its root is the bonus token: a position predicts its own token
+    ("dspark", "speculators", "gated"),  # a level's state gates the row of the token before; the confidence reads it as it is
+    ("dflash2", "speculators", "dflash2"),  # the best six tokens behind the token before; others are not drafted
+    ("dspine", "speculators", "dspine"),  # the same, once the last layer knows the token before
+])  # fmt: skip
+def test_levels_behind_a_token_are_the_official_ones(kind, file, name, tmp_path):
+    """The greedy chain, the scores of every level behind it, and the confidence, over some tokens or all."""
+    gated = {"changes": {"markov_head_type": "gated"}} | gate_of_dspark() if name == "gated" else {}
+    drafter = made(tmp_path, kind, **gated)
+    official = recorded(file)
+    for at, z, sure in recorded_levels(drafter, name, official):
+        drafted = slice(None) if drafter.vocab.ids is None else ORDER
+        if f"{name}.candidates" in official:
+            best = official[f"{name}.candidates"][at]
+            others = torch.ones(128, dtype=torch.bool).index_fill(0, best, False)
+            assert z[others].max() < -1e29
+            z, drafted = z[best], slice(None)
+        assert (z - official[f"{name}.logits"][at][drafted]).abs().max() < 1e-4
+        if f"{name}.confidence" in official:
+            assert (sure - F.logsigmoid(official[f"{name}.confidence"][at])).abs().max() < 1e-5
+    for number, (state, inputs) in enumerate(drafts(drafter) if kind == "dspine" else ()):
+        unary = drafter.root_output(state, inputs)[0].scores[0]
+        assert (unary - official["dspine.unary"][number]).abs().max() < 1e-4
+
+
+def test_lilicorr_scores_the_lattice(tmp_path):
+    """The pairs of the official module on the same candidates, and its greedy path."""
+    drafter = made(tmp_path, "lilicorr")
+    official = recorded("lilicorr")
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        out, _ = drafter.root_output(state, inputs)
+        assert torch.equal(out.ids[0], official["candidates"][number])
+        assert (out.pairs[0, 0] - official["start"][number]).abs().max() < 1e-4
+        assert (out.pairs[0, 1:] - official["pairs"][number]).abs().max() < 1e-4
+        path = drafter.propose(state, inputs).tokens[0, 1:]
+        assert path.tolist() == official["tokens"][number].tolist()
+    alone, _ = drafter.root_output(state._replace(hidden=torch.zeros(1, 1, 64)), inputs)
+    assert (alone.pairs[0, 1:] - official["pairs.alone"]).abs().max() < 1e-4
+    assert (alone.pairs - out.pairs).abs().max() > 0.1
+
+
+def test_the_nodes_of_a_level_have_their_own_scores(tmp_path):
+    """Of a tree with fewer levels, too. Behind a token outside of the lattice all of its tokens have one score."""
+    drafter = made(tmp_path, "lilicorr", tree=StaticTree.chain(2))
+    state, inputs = next(drafts(drafter))
+    out, _ = drafter.root_output(state, inputs)
+    outside = min({*range(9)} - {*out.ids[0, 0].tolist()})
+    tokens = torch.tensor([[int(out.ids[0, 0, 3]), outside]])
+    out = drafter.forward_nodes(state, SimpleNamespace(tokens=tokens), out, None, None)
+    z = drafter.logits(out, 1)[0]
+    assert torch.equal(z[:, out.ids[0, 1]], torch.stack((out.pairs[0, 1, 3], torch.zeros(4))))
+    assert (z > -1e29).sum() == 8
+
+
+@pytest.mark.parametrize("depth", [1, LEVELS])
+def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
+    """Its masks see the confirmed tokens and the masks before them."""
+    target = golden_target(TARGET)
+    head = load_eagle(heads.write(tmp_path / "head", BLOCKS["peagle"]), target)
+    drafter = ParallelEagleDrafter(head, target, StaticTree.chain(depth))
+    official = recorded("speculators")
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        out, _ = drafter.root_output(state, inputs)
+        for level in range(depth):
+            ours = drafter.logits(out, level)[0, 0]
+            assert (ours - official["peagle.logits"][number, level, ORDER]).abs().max() < 1e-4
+        chain = drafter.propose(state, inputs).tokens[0, 1:]
+        best = official["peagle.logits"][number, :depth].argmax(-1)
+        assert chain.tolist() == DRAFTED[best].tolist()
+
+
+def test_a_selector_over_some_tokens(tmp_path):
+    """As GGUF files may have it: the tables have rows for all tokens, the LM head for those that are drafted."""
+    rows = golden_target(TARGET).lm_head.weight.detach()[DRAFTED].clone()
+    tensors = {"lm_head.weight": rows, "d2t": DRAFTED - torch.arange(40)}
+    some = made(tmp_path, "dflash2", {"draft_vocab_size": 40}, **tensors)
+    whole = made(tmp_path, "dflash2", {"selector_top_k": 128})
+
+    def scores(drafter, state, inputs: DraftInputs) -> torch.Tensor:
+        out, _ = drafter.root_output(state, inputs)
+        before = drafter.head.token_rows(torch.tensor([[5, 40]]))
+        return drafter.logits(out._replace(before=before), 1)[0]
+
+    for (state, inputs), (other, _) in zip(drafts(some), drafts(whole)):
+        z = scores(some, state, inputs)
+        every = scores(whole, other, inputs)[:, some.vocab.ids]
+        chosen = z > -1e29
+        assert (chosen.sum(1) == 6).all()
+        assert (z - every)[chosen].abs().max() < 1e-4
+
+
+def test_factor_cap_and_scale(tmp_path):
+    """Scores are multiplied, then capped; embeddings of the block are scaled."""
+    plain, scale = (made(tmp_path, "z-lab", keys) for keys in ({}, {"input_embedding_scale": 8.0}))
+    factor = made(tmp_path, "z-lab", {"output_multiplier": 0.5, "final_logit_softcapping": 3.0})
+    for (state, inputs), (other, _) in zip(drafts(plain), drafts(factor)):
+        want = 3 * torch.tanh(plain.level_scores(state, inputs) * 0.5 / 3)
+        assert (factor.level_scores(other, inputs) - want).abs().max() < 1e-5
+    tokens = torch.tensor([[5, 127]])
+    ours, theirs = (drafter.head.embed(tokens, tokens, None).stream for drafter in (scale, plain))
+    assert torch.equal(ours, theirs * 8)
+
+
+def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
+    """Rows that are not read one by one give the same scores; so does a level of several nodes."""
+    drafter = made(tmp_path, "dspine")
+    state, inputs = next(drafts(drafter))
+    out, _ = drafter.root_output(state, inputs)
+    frontier = SimpleNamespace(tokens=torch.tensor([[5, 17, 40]]))
+    out = drafter.forward_nodes(state, frontier, out, None, None)
+    together = drafter.logits(out, 2)
+    exact = drafter.lm_head.weight.detach()
+    drafter.lm_head = SimpleNamespace(packed=True)
+    drafter.head.score = lambda hidden, lm_head: hidden @ exact.T
+    assert (drafter.logits(out, 2) - together).abs().max() < 1e-4
+    for node, token in enumerate([5, 17, 40]):
+        alone = SimpleNamespace(tokens=torch.tensor([[token]]))
+        each = drafter.forward_nodes(state, alone, out, None, None)
+        assert (drafter.logits(each, 2)[0, 0] - together[0, node]).abs().max() < 1e-4
+
+
+def test_a_causal_block_needs_no_positions_behind_the_tree(tmp_path):
+    """Of a shallow tree it runs fewer, and the scores stay the same."""
+    deep, shallow = (made(tmp_path, "jetspec", tree=StaticTree.chain(n)) for n in (5, 2))
+    for state, root in drafts(deep):
+        scores = deep.level_scores(state, root)
+        assert (shallow.level_scores(state, root) - scores[:, :2]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "z-lab", "dspine"])
+def test_merged_steps_compute_the_same(kind, tmp_path):
+    """As CUDA merges them; a convolution takes rows that a norm has finished."""
+    drafter = made(tmp_path, kind)
+    head = drafter.head
+    for state, inputs in drafts(drafter):
+        want = drafter.run_block(state, inputs)
+        head.program = MergedModel(head)
+        steps = head.program.segments[0].steps
+        readers = {step.reader for step in steps if isinstance(step, AddNorm)}
+        assert readers <= ({""} if head.config.model.conv_taps else {"w13", NEXT_READER})
+        assert (drafter.run_block(state, inputs) - want).abs().max() < 1e-5
+        head.program = None
+
+
+# ------------------------------------------------------------------------------------------- trees
+
+
+def best_prefixes(log_q: torch.Tensor, count: int) -> dict[tuple[int, ...], float]:
+    """DDTree's nodes: the `count` likeliest prefixes of a product of distributions [D, V], by a heap."""
+    ranked = [sorted(enumerate(row.tolist()), key=lambda p: -p[1]) for row in log_q]
+    heap = [(-ranked[0][0][1], (0,))]
+    found = {}
+    while len(found) < count:
+        value, ranks = heapq.heappop(heap)
+        level = len(ranks) - 1
+        found[tuple(ranked[i][r][0] for i, r in enumerate(ranks))] = -value
+        step = ranked[level][ranks[-1] + 1][1] - ranked[level][ranks[-1]][1]
+        heapq.heappush(heap, (value - step, (*ranks[:-1], ranks[-1] + 1)))
+        if level + 1 < len(log_q):
+            heapq.heappush(heap, (value - ranked[level + 1][0][1], (*ranks, 0)))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_trees_are_the_best_prefixes(temperature, tmp_path):
+    """As DDTree's heap finds them; when sampling, of the scores with the noise of the target's own draws."""
+    tree = DynamicTree(depth=LEVELS, topk=24, size=25)
+    drafter = made(tmp_path, "DeepSpec dflash", tree=tree)
+    trace = recorded()
+    rule = None
+    noise = None
+    if temperature:
+        rule = sampling.SamplingTensors.from_params([sampling.Sampling(temperature)], seed=3)
+        noise = sampling.gumbel(rule, torch.zeros(1).long(), LEVELS + 1, 128)
+    for number, (state, inputs) in enumerate(drafts(drafter)):
+        z = trace["dflash.logits"][number]
+        if temperature:
+            z = temperature * (z / temperature + noise[0, :LEVELS])
+        want = best_prefixes(z.log_softmax(-1), tree.size - 1)
+        found = drafter.propose(state, DraftInputs(noise, inputs.text, rule))
+        paths = token_paths(found.tokens[0].tolist(), found.parents[0].tolist())
+        got = dict(zip(paths, found.values[0, 1:].tolist()))
+        assert got.keys() == want.keys()
+        assert max(abs(got[path] - value) for path, value in want.items()) < 1e-3
+
+
+def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
+    config = GenerateConfig(draft="block", tree="chain", tree_depth=6)
+    with pytest.raises(ValueError, match="drafts 5 levels, and the tree has 6"):
+        tree_of(config, 5, tmp_path)
+    assert tree_of(replace(config, tree_depth=0), 5, tmp_path).depth == 5
+    auto = GenerateConfig(draft="block", tree="auto", device="cpu", tree_size=12)
+    assert tree_of(auto, 15, tmp_path) == DynamicTree(11, 4, 12), "all levels that 11 nodes reach"
+    assert tree_of(replace(auto, tree_depth=8), 15, tmp_path).depth == 8
+    path = heads.write(tmp_path / "head", BLOCKS["dflash"])
+    with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
+        load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
+
+
+def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
+    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_by_value.py)."""
+    target = golden_target(TARGET)
+    config = BlockConfig(target.config, (2,), 16, 0, causal=True, predicts_next=False)
+    drafter = BlockDrafter(BlockHead(config), target, DynamicTree(15, 4, 16))
+    presets = beside(drafter, grows=False).presets
+    shapes = [(preset.depth, preset.width, preset.size) for preset in presets]
+    assert shapes == [(0, 0, 1), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+@functools.cache
+def trained(kind: str) -> tuple[BlockHead, list[float]]:
+    """A drafter that has learnt the texts of `vanilla`, and its first and last losses."""
+    torch.manual_seed(0)
+    target = golden_target(TARGET)
+    texts = vanilla(0.0) + vanilla(1.0)
+    tokens = torch.tensor([text[: len(texts[0])] for text in texts])
+    config = BlockTrainConfig(
+        block_size=6,
+        causal=kind == "jetspec",
+        markov_rank=32 * (kind == "dspark"),
+        ffn_dim=96,
+        selector_rank=16 * (kind == "dflash2"),
+    )
+    examples = [SimpleNamespace(ids=text, mask=[True] * len(text)) for text in texts]
+    head = make_head(config, target, examples)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    steps = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    with torch.no_grad():
+        features = target(tokens, steps, aux_layers=head.aux_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=8e-3, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor(list(config.losses.values()))
+    curve = []
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 8e-3 * (1 - step / STEPS)
+        anchors = pick_anchors(mask, 16, generator)
+        losses = torch.stack(block_losses(head, target, (tokens, mask, features), anchors))
+        optimizer.zero_grad()
+        (losses * shares).sum().backward()
+        optimizer.step()
+        curve.append(losses.detach())
+    return head.requires_grad_(False), [curve[0], curve[-1]]
+
+
+@functools.cache
+def vanilla(temperature: float) -> list[list[int]]:
+    """Vanilla's texts of both prompts."""
+    options = {"temperature": temperature, "batch_size": 2, **SETTINGS}
+    session = decode(engine_for(golden_target(TARGET), RootOnly(), **options), *PROMPTS)
+    return [session.history[row] for row in range(2)]
+
+
+def trained_dir(path: Path, kind: str) -> Path:
+    """Write a trained drafter as train_block.py does."""
+    path.mkdir(exist_ok=True)
+    write_trained(trained(kind)[0], path, "float32", {})
+    return path
+
+
+TRAINED = ("dflash", "jetspec", "dspark", "dflash2")
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
+    """The scores of `draft_blocks` and the loss are what the drafter, read from its files, computes at each root."""
+    head, (first, last) = trained(kind)
+    assert (last < first - 0.2).all(), "every level has learnt"
+    target = golden_target(TARGET)
+    text = torch.tensor([vanilla(1.0)[1][:20]])
+    drafted = draft_blocks(head, target, text)
+    levels = head.config.levels
+    path = trained_dir(tmp_path / "head", kind)
+    drafter = drafter_of(path, StaticTree.chain(levels))
+    assert drafter.head.config == replace(head.config, model=drafter.head.config.model)
+    steps = torch.arange(text.shape[1])[None]
+    features = target(text, steps, aux_layers=head.aux_layers)
+    anchors = torch.tensor([[2, 9]])
+    sums = torch.zeros(levels)
+    for root in anchors[0].tolist():
+        state = drafter.init(1, 64)
+        count = torch.tensor([root])
+        state = drafter.extend(state, DrafterUpdate(text[:, : root + 1], features[:, :root], count))
+        out, _ = drafter.root_output(state, DraftInputs(None, DecodedTokens(text, count)))
+        for level in range(levels):
+            if head.config.scores_pairs:
+                frontier = SimpleNamespace(tokens=text[:, root + level, None])
+                out = drafter.forward_nodes(state, frontier, out, None, None)
+            z = drafter.logits(out, level)[0, 0]
+            assert (z - drafted.logits[level][root - 1]).abs().max() < 1e-3
+            truth = text[0, root + level + 1]
+            assert drafted.ok[root - 1, level] == (z.argmax() == truth)
+            if kind == "dflash2":
+                plain = out.scores[0, level]
+                sums[level] += F.cross_entropy(plain, truth)
+            if z[truth] > UNSELECTED:
+                sums[level] += F.cross_entropy(z, truth)
+    batch = (text, torch.ones_like(text, dtype=torch.bool), features)
+    losses = torch.stack(block_losses(head, target, batch, anchors))
+    assert (losses - sums / 2).abs().max() < 1e-3
+
+
+def test_only_marked_tokens_count():
+    """A level counts while all tokens up to it are marked, inside the text."""
+    head, _ = trained("dflash")
+    target = golden_target(TARGET)
+    text = torch.tensor([vanilla(1.0)[0][:16]])
+    features = target(text, torch.arange(16)[None], aux_layers=head.aux_layers)
+    mask = torch.ones_like(text, dtype=torch.bool)
+    mask[0, 6] = False
+    cut = block_losses(head, target, (text, mask, features), torch.tensor([[3, 12]]))
+    parts = [
+        block_losses(head, target, (text, mask | True, features), torch.tensor([[a]]))
+        for a in (3, 12)
+    ]
+    want = [(parts[0][i] + parts[1][i]) / 2 for i in range(2)]  # then 6 is unmarked
+    want += [parts[1][2], torch.tensor(0.0), torch.tensor(0.0)]  # then the text ends
+    assert torch.allclose(torch.stack(cut), torch.stack(want), atol=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    anchors = pick_anchors(mask, 14, generator)
+    assert anchors.tolist() == [[a for a in range(15) if a != 5]]  # 5 is before the unmarked token
+
+
+def test_new_drafters_tap_layers_that_the_target_has():
+    assert tapped_layers(36) == (2, 10, 18, 26, 34) and tapped_layers(8) == (2, 3, 4, 5, 6)
+    assert tapped_layers(2) == (1,) and tapped_layers(1) == (0,)
+
+
+# ------------------------------------------------------------------------------------------- loops
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_trained_drafter_predicts(kind, tmp_path):
+    """As written, loaded in 4 bits, and in C++ but for convolutions: more than a token in a pass, and vanilla's."""
+    head = str(trained_dir(tmp_path / "head", kind))
+    files = {"checkpoint": CHECKPOINT, "head": head, "tree": "dynamic", "quant_draft": "int4"}
+    engine = assert_vanillas_tokens(files, PROMPTS, "compiled", 0.0, 1.2, max_new_tokens=50)
+    assert engine.option("draft") == "block" and engine.option("quant_draft") == "int4"
+    assert (engine.drafter.head.program is None) == (kind == "dflash2")
+
+
+@pytest.mark.parametrize("kind", ["DeepSpec dflash", "DeepSpec"])
+def test_children_drawn_from_q_are_exact(kind, tmp_path):
+    """Also where the confidence moves the values of paths; the residual rule runs."""
+    target = golden_target(TARGET)
+    options = {"temperature": 1.0, "batch_size": 2, **SETTINGS, "max_new_tokens": 8}
+    static = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    drafter = sample_children(made(tmp_path, kind, tree=static))
+    found = decode(engine_for(target, drafter, **options), *PROMPTS)
+    want = [text[: len(prompt) + 8] for text, prompt in zip(vanilla(1.0), PROMPTS)]
+    assert found.history == want
+    found = decode(engine_for(target, drafter, accept="residual", **options), *PROMPTS)
+    assert [*map(len, found.history)] == [*map(len, want)]
+
+
+FURTHER = {  # of a trained drafter, whose weights are small: its keys and the shapes of its weights
+    "window": ({}, {}),
+    "dflash2": ({"selector_rank": 8, "selector_top_k": 6}, heads.CONVOLUTIONS | heads.SELECTOR),
+    "dspine": (
+        {"is_causal": True, "dspine_config": heads.DSPINE["dspine_config"]},
+        heads.INJECTION,
+    ),
+    "lilicorr": ({"dflash_config": heads.LILICORR["dflash_config"]}, heads.CONVOLUTIONS),
+}
+
+
+def write_trained_kind(path: Path, kind: str) -> Path:
+    """Write a drafter that predicts: a trained one of the older kinds, with small weights of what the newer ones add."""
+    if kind == "peagle":
+        return heads.write(path, heads.EAGLE3, {"mask_token_id": 127}, mask_hidden=small(1, 1, 192))
+    keys, shapes = FURTHER[kind]
+    keys = heads.WINDOW | {"sliding_window": 12, "is_causal": False} | keys
+    more = {name: small(*shape) for name, shape in shapes.items()}
+    if heads.CONVOLUTIONS.items() <= shapes.items():
+        keys |= {"conv_kernel_size": 3, "conv_group_size": 8}
+        for name in (name for name in more if name.endswith("base_kernel")):
+            more[name] += torch.tensor([1.0, 0.0, 0.0])[None, :, None]  # of the identity
+    if kind == "dspine":
+        more["transfer_ready"] = torch.tensor(True)
+    if kind == "lilicorr":
+        more |= first_of_each_level()
+    head = heads.read(trained_dir(path, "jetspec" if kind == "dspine" else "dflash"))
+    return heads.write(path, head, keys, **more)
+
+
+def first_of_each_level() -> dict[str, torch.Tensor]:
+    """A correlator that prefers the best token of each level."""
+    held = {name: small(*shape) for name, shape in heads.correlator_shapes().items()}
+    one = torch.tensor([1.0] + [0.0] * 7)
+    ranks = torch.tensor([1.0, -1, -1, -1])[:, None]
+    held["lilicorr.rank_embedding"] = ranks.repeat(1, 1, 1, 1, 32)
+    held["lilicorr.output_norm.weight"] = torch.ones(32)
+    held["lilicorr.factor_input_proj.weight"] = torch.eye(32, 96)
+    held["lilicorr.in_head.weight"] = one[:, None].repeat(1, 32)
+    for name in ("out_head", "anchor_out_head"):
+        held[f"lilicorr.{name}.bias"] = one.clone()
+    return held
+
+
+CHAIN, DYNAMIC = ("chain", 0.0, "fp32"), ("dynamic", 1.0, "compiled")
+
+
+@pytest.mark.parametrize("kind, tree, temperature, form", [
+    ("window", *CHAIN), ("dflash2", *DYNAMIC), ("dspine", *CHAIN), ("lilicorr", *DYNAMIC), ("peagle", *DYNAMIC),
+    *slow([("window", *DYNAMIC), ("dflash2", *CHAIN), ("dspine", *DYNAMIC), ("lilicorr", *CHAIN), ("peagle", *CHAIN)]),
+])  # fmt: skip
+def test_accepted_drafts_are_vanillas_tokens(kind, temperature, form, tree, tmp_path):
+    """Where paths of several tokens are accepted."""
+    head = str(write_trained_kind(tmp_path / "head", kind))
+    files = {"checkpoint": CHECKPOINT, "head": head, "tree": tree}
+    engine = assert_vanillas_tokens(files, PROMPTS, form, temperature, 1.15, max_new_tokens=50)
+    assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
+
+
+@pytest.mark.slow  # 15 s of tracing each
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "dspine", "lilicorr", "peagle"])
+def test_compiled_as_on_cuda(traced, kind, tmp_path):
+    """Sampled, two sequences: the tokens of the eager steps."""
+    torch._dynamo.reset()
+    target = golden_target(TARGET)
+    tree = DynamicTree(depth=3, topk=3, size=8)
+    path = heads.write(tmp_path / "head", BLOCKS[kind])
+    drafter = (
+        ParallelEagleDrafter(load_eagle(path, target), target, tree)
+        if kind == "peagle"
+        else drafter_of(path, tree)
+    )
+    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
+    engine = engine_for(target, drafter, **options)
+    plain = decode(engine, *PROMPTS)
+    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == plain.history
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+# ------------------------------------------------------------------------------------------- files
+
+OF_LLAMA_CPP = pytest.mark.parametrize("kind", heads.GGUF_OWN)
+
+
+@OF_LLAMA_CPP
+def test_a_gguf_file_is_a_directory(kind, tmp_path, capsys):
+    target = golden_target(TARGET)
+    ours = load_head(heads.write(tmp_path / "head.gguf", BLOCKS[f"gguf {kind}"]), target)
+    theirs = load_head(heads.write(tmp_path / "head", heads.beside_gguf(kind)), target)
+    assert capsys.readouterr().err == ""
+    assert ours.config.model.norm_eps == pytest.approx(1e-6)
+    model = replace(ours.config.model, norm_eps=1e-6)
+    assert model.max_context == 128, "a window is no bound"
+    assert ours.config.sliding_causal == theirs.config.sliding_causal
+    whole = theirs.config.sliding_whole  # which says nothing where no layer has a window
+    assert replace(ours.config, model=model, sliding_whole=whole) == theirs.config
+    assert (ours.vocab is None) == (theirs.vocab is None)
+    if ours.vocab:
+        assert torch.equal(ours.vocab.ids, theirs.vocab.ids)
+    values = dict(theirs.named_parameters())
+    for name, value in ours.named_parameters():
+        assert torch.equal(value, values.pop(name)), name
+    assert not values
+
+
+@OF_LLAMA_CPP
+def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
+    """Also tables of tokens, whose rows are read from their blocks."""
+    changes, tables = {}, {}
+    if kind == "dflash2":
+        changes = {"selector_rank": 32}
+        shapes = {"predecessor": (128, 32), "successor": (128, 32), "hidden": (32, 64)}
+        tables = {f"selector_{name}.weight": small(*shape) for name, shape in shapes.items()}
+    head = BLOCKS[f"gguf {kind}"]
+    path = heads.write(tmp_path / "head.gguf", head, changes, packed=True, **tables)
+    files = {"checkpoint": CHECKPOINT, "head": str(path), "tree": "dynamic"}
+    head = assert_vanillas_tokens(files, PROMPTS[:1], "own bits", 1.0, 0.9).drafter.head
+    if has_cpu_operators():
+        rows = {
+            "dflash2": "candidate_selector.predecessor_codebook",
+            "dspark": "markov_head.markov_w1",
+        }
+        assert head.fc.format == quantize.BLOCKS
+        assert kind == "dflash" or isinstance(head.get_submodule(rows[kind]), Embedding)
+
+
+# not in speculators' layout, without the key of the root
+NONE = dict.fromkeys(("speculators_model_type", "transformer_layer_config", "sample_from_anchor"))
+ALONE = heads.LAYER | heads.FULL | NONE
+
+
+@pytest.mark.parametrize("kind, changes, levels", [
+    ("dspark", {}, 5),
+    ("dspark", {"sample_from_anchor": None}, 5),  # older files, which drafted one token less than there are positions
+    ("dspark", {"sample_from_anchor": True}, 6),
+    ("dspark", ALONE, 6),  # DeepSpec's
+    ("dspark", ALONE | {"dflash_config": {"projector_type": "dspark"}}, 5),  # SpecForge's
+    ("gguf dspark", {"sample_from_anchor": None}, 6),  # as those of DeepSpec's heads
+])  # fmt: skip
+def test_what_dsparks_root_predicts(kind, changes, levels, tmp_path):
+    path = heads.write(tmp_path / "head", BLOCKS[kind], changes)
+    config = load_head(path, golden_target(TARGET)).config
+    assert config.levels == levels and config.predicts_next == (levels == 6)
+
+
+def test_copies_of_the_targets_tables_are_dropped(tmp_path):
+    target = golden_target(TARGET)
+    same = {"embed_tokens.weight": target.embedding.weight.detach().clone()}
+    for tensors in (same, {}):
+        path = heads.write(tmp_path / "head", BLOCKS["DeepSpec"], **tensors)
+        assert (load_head(path, target).embedding is target.embedding) == bool(tensors)
