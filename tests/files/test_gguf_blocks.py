@@ -32,14 +32,14 @@ from files.gguf import GgufFile
 from files.weights import export_weights, keeps_blocks, load_model
 from gguf_models import IN_BLOCKS as CASES
 from gguf_models import block_tensors, by_expert, gguf_tensors, hf_model, metadata_of
+from heads import assert_vanillas_tokens
 from helpers import BLOCK_KINDS, OPERATORS, PROMPTS, Operators, gguf_blocks, set_halves
 from kv_cache import KVCache, causal_window
 from model import weight_names
 from quantize import BLOCKS, Linear, Quantization
 from reference import choose, use_backend
-from run.generate import generate, load
+from run.generate import load
 from run.options import GenerateConfig
-from scripts.train import train_eagle
 from tiny_models import Kind, refused, write
 
 pytestmark = OPERATORS
@@ -246,69 +246,21 @@ def test_options_that_widen(block_file, tmp_path, case):
 
 # -------------------------------------------------------------------------------------- tokens
 
-DECODING = {"device": "cpu", "max_new_tokens": 24, "ignore_eos": True, "seed": 7}
 
-
-@pytest.fixture(scope="module")
-def random_head(block_file, tmp_path_factory) -> str:
-    """The directory of an EAGLE-2 head that is not trained."""
-    path = tmp_path_factory.mktemp("head")
-    config = train_eagle.TrainConfig(out=str(path), init="feature")
-    head = train_eagle.make_head(config, load_model(block_file("many types"), torch.float32), [])
-    train_eagle.save_head(head, config, {"config": {}, "curve": []})
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def vanilla(block_file):
-    """A function: the tokens without drafting at a temperature, of one prompt at a time."""
-
-    @functools.cache
-    def tokens(case: str, temperature: float) -> list[list[int]]:
-        engine = load(checkpoint=str(block_file(case)), temperature=temperature, **DECODING)
-        return generate(engine, PROMPTS).tokens
-
-    return tokens
-
-
-@pytest.mark.parametrize("draft, case, temperature, batch, compile", [
-    ("none", "biases", 1.0, 2, True), ("none", "floats", 1.0, 1, True), ("none", "tied floats", 1.0, 2, True),
-    ("ngram", "many types", 0.0, 1, False), ("ngram", "mixture", 1.0, 2, True),
-    ("eagle", "many types", 1.0, 2, True), ("eagle", "tied", 0.0, 1, False), ("eagle", "mixture", 1.0, 1, True),
-    ("model", "many types", 0.0, 2, False), ("model", "tied", 1.0, 1, True), ("model", "mixture", 1.0, 2, False),
+@pytest.mark.parametrize("case, draft, temperature, form", [
+    ("biases", "ngram", 1.0, "own bits"), ("floats", "ngram", 1.0, "own bits"), ("tied floats", "ngram", 0.0, "step by step"),
+    ("many types", "model", 1.0, "own bits"), ("mixture", "model", 0.0, "step by step"), ("tied", "model", 1.0, "own bits"),
 ])  # fmt: skip
-def test_drafting_changes_no_token(
-    block_file, random_head, vanilla, draft, case, temperature, batch, compile
-):
-    """Without a margin: a row's result does not depend on the other rows, bit for bit."""
-    path = str(block_file(case))
-    files = {"eagle": {"eagle": random_head}, "model": {"draft_checkpoint": path}}
-    options = {"checkpoint": path, "draft": draft, **files.get(draft, {}), **DECODING}
-    engine = load(temperature=temperature, batch_size=batch, compile=compile, **options)
-    assert engine.option("quant") == "blocks" and (engine.target.program is not None) == compile
-    result = generate(engine, PROMPTS)
-    assert result.tokens == vanilla(case, temperature)
-    if draft == "model":  # which drafts with the target's own numbers
-        assert in_blocks(engine.drafter.model) and engine.option("quant_draft") == "blocks"
-        assert result.stats["tau"] > 2
-
-
-@pytest.mark.parametrize("target, draft, dtype, form", [
-    ("Q4_K", "directory", "", "int8"), ("directory", "Q4_K", "", "blocks"), ("directory", "Q4_K", "bfloat16", "none"),
-    ("Q4_K", "Q4_K", "bfloat16", "none"), ("Q4_K", "F16", "", "none"),
-])  # fmt: skip
-def test_a_file_beside_a_directory(block_file, tmp_path, target, draft, dtype, form):
-    """Either may be the draft. One that holds blocks keeps them, unless --dtype is given."""
-    widen(block_file("Q4_K"), tmp_path)
-    paths = [str(tmp_path if n == "directory" else block_file(n)) for n in (target, draft)]
-    options = {"checkpoint": paths[0], "dtype": dtype, "temperature": 1.0, **DECODING}
-    want = generate(load(**options), PROMPTS).tokens
-    engine = load(**options, draft="model", draft_checkpoint=paths[1])
-    assert engine.option("quant_draft") == form
-    assert in_blocks(engine.drafter.model) == (form == "blocks")
-    result = generate(engine, PROMPTS)
-    assert result.tokens == want
-    assert draft == "F16" or result.stats["tau"] > 2
+def test_drafting_changes_no_token(block_file, case, draft, temperature, form):
+    """Without a margin: a row's result does not depend on the other rows, bit for bit. A model drafts for itself."""
+    files = {"checkpoint": str(block_file(case)), "draft": draft}
+    files |= (
+        {"draft_checkpoint": files["checkpoint"], "tree": "dynamic"} if draft == "model" else {}
+    )
+    tau = 2 if draft == "model" else 0.9
+    engine = assert_vanillas_tokens(files, PROMPTS, form, temperature, tau)
+    assert engine.option("quant") == "blocks"
+    assert (engine.target.program is not None) == (form == "own bits")
 
 
 # --------------------------------------------------------------------------------------- damages

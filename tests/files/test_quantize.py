@@ -33,7 +33,7 @@ from options import FORMAT_NAMES
 from quantize import FORMATS, GROUPS, Int8, Linear, Quantization, fit_group
 from run import quantize as run_quantize
 from run.generate import generate, load, main
-from run.heads import draft_lm_head, rows_of
+from run.heads import rows_of
 from run.options import DEMO, GROUP_SIZES, ROOT
 
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
@@ -373,18 +373,6 @@ def test_an_open_group_size_is_64_if_that_fits(tmp_path):
     assert_same_bits(load_model(out), engine.target)
     drafter = load(quant_draft="int4", **GOLDEN_PAIR).drafter
     assert (drafter.head.fc.group_size, drafter.lm_head.group_size) == (32, 64)
-
-
-def test_lm_head_in_groups_of_another_size():
-    """A draft's own group size is honoured where the target has the same format."""
-    target = load_model(TARGET, quant=INT4)
-    own = target.lm_head
-    assert own.group_size == 32 and draft_lm_head(target, INT4) is own
-    copy = draft_lm_head(target, Quantization("int4", 64))
-    assert copy.group_size == 64 and copy.fp32_out
-    target = load_model(TARGET, quant=INT8)
-    assert target.lm_head.group_size == 32
-    assert draft_lm_head(target, INT8) is target.lm_head
 
 
 # ------------------------------------------------------------------------------------ command lines

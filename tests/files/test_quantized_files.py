@@ -20,7 +20,8 @@ from files.gptq_awq import QuantizedFiles
 from files.rounding import quantize_directory
 from files.weights import export_weights, load_model
 from files.writing import write_checkpoint
-from helpers import GOLDEN, OPERATORS, refused, slow
+from heads import assert_vanillas_tokens
+from helpers import GOLDEN, OPERATORS, refused
 from model import Transformer, weight_names
 from quantize import Linear, Quantization
 from quantized_layouts import (
@@ -35,7 +36,7 @@ from quantized_layouts import (
 )
 from random_model import watch_loading
 from run import quantize as run_quantize
-from run.generate import generate, load, main
+from run.generate import main
 from run.options import DEMO
 
 # --------------------------------------------------------------------------------------- one weight
@@ -160,39 +161,21 @@ def test_experts_are_stacks(mixtral, tmp_path, name):
     assert model.layers[0].router.weight.dtype == torch.float32
 
 
-# every layout is read exactly (above); layers of one format decode alike
-@pytest.mark.parametrize("name", [*DECODED, *slow(sorted(WHOLE.keys() - set(DECODED)))])
-def test_every_drafter_says_what_vanilla_says(originals, name):
-    options = {"checkpoint": str(originals(name)[0]), "max_new_tokens": 16, "ignore_eos": True}
-    prompts = [[9, 33, 2, 71, 9, 33, 2]]
-    vanilla = load(**options, **CPU)
-    expected = generate(vanilla, prompts).tokens
-    quant = "int4" if "8" not in name and name != "float" else "int8"
-    assert vanilla.option("quant") == quant
-    assert vanilla.option("group_size") == (0 if quant == "int8" else 32)
-    eagle = {"eagle": str(PAIR[1]), "tree": "dynamic:3,4,12", "quant_draft": "none"}
-    model = {"draft": "model", "draft_checkpoint": options["checkpoint"]}
-    for draft in (eagle, {"draft": "ngram"}, model):
-        engine = load(**options, device="cpu", **draft)
-        result = generate(engine, prompts)
-        assert result.tokens == expected and result.stats["cycles"] > 0
-    assert engine.option("quant_draft") == quant and result.stats["tau"] > 1.5
-
-
 @OPERATORS
-@pytest.mark.parametrize("keep", [(), ("layers.0.", "layers.3.mlp", "o_proj")], ids=["all", "some"])
-def test_all_layers_in_one_call(tmp_path, keep):
-    """As with --compile on a CPU in bf16; some of them stay in 16 bits."""
-    weights = write_model(tmp_path / "m", LAYOUTS["packed-zeros" if keep else "gptq"], keep=keep)
-    assert len(weights) == (8 * 7 - 7 - 3 - 7 if keep else 8 * 7)
-    options = {
-        "checkpoint": str(tmp_path / "m"), "max_new_tokens": 16, "device": "cpu", "draft": "none",
-    }  # fmt: skip
-    prompt, engine = [[1, 293, 401, 5, 77]], load(**options)
-    expected = generate(engine, prompt).tokens
-    engine = load(**options, compile=True)
-    assert engine.target.program is not None
-    assert generate(engine, prompt).tokens == expected and len(expected[0]) == 16
+@pytest.mark.parametrize(
+    "name, quant, group",
+    [("gptq", "int4", 128), ("packed-zeros", "int4", 64), ("packed-8", "int8", 0)],
+)
+def test_drafting_changes_no_token(tmp_path, name, quant, group):
+    """In one call of C++, with --compile; some layers stay in 16 bits."""
+    keep = ("layers.0.", "layers.3.mlp", "o_proj")
+    weights = write_model(tmp_path / "m", LAYOUTS[name], keep=keep)
+    assert len(weights) == 8 * 7 - 7 - 3 - 7
+    path = str(tmp_path / "m")
+    files = {"checkpoint": path, "draft": "model", "draft_checkpoint": path, "tree": "dynamic"}
+    engine = assert_vanillas_tokens(files, [[1, 293, 401, 5, 77]], "own bits", 1.0, 2)
+    assert engine.option("quant") == engine.option("quant_draft") == quant
+    assert engine.option("group_size") == group and engine.target.program is not None
     check_layers(engine.target, weight_names(engine.target.config), weights)
 
 
