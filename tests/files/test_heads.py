@@ -39,8 +39,7 @@ from heads import BLOCKS, EAGLE1, EAGLE3, Head, Tensors, merged, write
 from helpers import GOLDEN, decode, engine_for, golden_target
 from kv_cache import KVCache, causal_window
 from quantize import Quantization
-from run.options import DEMO, GenerateConfig
-from run.resolved import resolve_draft
+from run.options import DEMO
 from scripts import export_head
 from scripts.train.train_block import BlockTrainConfig, write_files
 from scripts.train.train_block import make_head as make_block_head
@@ -292,14 +291,6 @@ def test_the_flat_reader_reads_official_heads_as_the_other_does(head, of_target)
     assert ids is None or torch.equal(ours.vocab.ids, ids)
     with pytest.raises(ValueError, match="use the head made for this target"):
         read_official(WeightFiles(path), replace(config, vocab_size=config.vocab_size + 1))
-
-
-@pytest.mark.parametrize("width, form", [(128, "int4"), (100, "none")])
-def test_the_format_of_a_draft_on_a_gpu_is_by_the_sizes_of_its_layer(tmp_path, width, form):
-    config = speculators(EAGLE3.keys | {"intermediate_size": width})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = GenerateConfig(draft="eagle", head=str(tmp_path), device="cuda", dtype="bfloat16")
-    assert resolve_draft(options, TARGET).quant_draft == form
 
 
 # ------------------------------------------------------------------------------------- damaged files
