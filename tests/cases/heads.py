@@ -393,7 +393,8 @@ def beside_gguf(kind: str) -> Head:
     layer, own = OWN[kind]
     own = {name: own[name] for name in ("draft_vocab_size", "markov_rank") if name in own}
     flags = FLAGS | {"block_size": 6, "sample_from_anchor": False}
-    keys = LAYER | layer | own | {"dflash_config": flags, "is_causal": False}
+    keys = LAYER | layer | own | {"dflash_config": flags}
+    keys |= {"is_causal": False} if layer is WINDOW else {}
     return Head(keys, BLOCKS[kind].tensors)
 
 

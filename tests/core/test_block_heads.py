@@ -538,31 +538,8 @@ def test_compiled_as_on_cuda(traced, kind, tmp_path):
 
 # ------------------------------------------------------------------------------------------- files
 
-OF_LLAMA_CPP = pytest.mark.parametrize("kind", heads.GGUF_OWN)
 
-
-@OF_LLAMA_CPP
-def test_a_gguf_file_is_a_directory(kind, tmp_path, capsys):
-    target = golden_target(TARGET)
-    ours = load_head(heads.write(tmp_path / "head.gguf", BLOCKS[f"gguf {kind}"]), target)
-    theirs = load_head(heads.write(tmp_path / "head", heads.beside_gguf(kind)), target)
-    assert capsys.readouterr().err == ""
-    assert ours.config.model.norm_eps == pytest.approx(1e-6)
-    model = replace(ours.config.model, norm_eps=1e-6)
-    assert model.max_context == 128, "a window is no bound"
-    assert ours.config.sliding_causal == theirs.config.sliding_causal
-    whole = theirs.config.sliding_whole  # which says nothing where no layer has a window
-    assert replace(ours.config, model=model, sliding_whole=whole) == theirs.config
-    assert (ours.vocab is None) == (theirs.vocab is None)
-    if ours.vocab:
-        assert torch.equal(ours.vocab.ids, theirs.vocab.ids)
-    values = dict(theirs.named_parameters())
-    for name, value in ours.named_parameters():
-        assert torch.equal(value, values.pop(name)), name
-    assert not values
-
-
-@OF_LLAMA_CPP
+@pytest.mark.parametrize("kind", heads.GGUF_OWN)
 def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
     """Also tables of tokens, whose rows are read from their blocks."""
     changes, tables = {}, {}

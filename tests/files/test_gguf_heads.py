@@ -302,24 +302,6 @@ def test_a_model_is_no_head_and_a_head_no_model(capsys, files, tmp_path):
     assert "holds one of the kind eagle" in err
 
 
-YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-REFUSED = {  # keys and tensors that are changed, further arguments, what is said
-    "four": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4, 6]}, {"fc.weight": torch.zeros(256, 1024)}, "takes 4 layers' hidden states, not 3"),
-    "biases": ({}, {"fc.bias": torch.zeros(256)}, "the layout gguf has no place for a head with the weights fc.bias"),
-    "large": ({}, {"norm.weight": torch.full((256,), 1e6)}, "norm.weight has numbers beyond 16 bits"),
-    "yarn": (YARN, {}, "whose rope_scaling is {'rope_type': 'yarn'"),
-    "missing": ({"norm_before_fc": True}, {}, "the weights input_norm.weight are missing"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_heads_that_are_not_exported(capsys, tmp_path, name):
-    changes, tensors, says = REFUSED[name]
-    source = write(tmp_path / "head", head(), changes, **tensors)
-    said = failure(capsys, source, tmp_path / "h.gguf")
-    assert says in said and not (tmp_path / "h.gguf").exists(), said
-
-
 def test_mistakes_and_a_full_disk(capsys, files, tmp_path, monkeypatch):
     """What is there stays."""
     plain, out = files().parent / "plain", tmp_path / "head.gguf"

@@ -1,6 +1,7 @@
 """Draft heads in every layout: read as the same function, as the flags say, refused in one line where they are damaged, exported.
 
-tests/cases/heads.py has the heads. LAYOUTS and FLAGS are changes of the recorded head of EAGLE-3, DAMAGE what is wrong in one of any kind.
+tests/cases/heads.py has the heads. FLAGS are changes of the recorded head of EAGLE-3, EQUAL are files that say the same, DAMAGE what is
+wrong in one of any kind, NO_PLACE what a layout cannot say.
 Scores of block drafters are in test_block_heads.py, those of Medusa and Hydra in test_token_heads.py.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -470,6 +472,16 @@ def with_books(head: Head) -> Head:
     )
 
 
+EPS = 2.0**-20  # which fp32 holds
+
+
+def of_block(kind: str, head: Head) -> tuple[Head, Head]:
+    """A GGUF file of a block drafter, and the directory that says the same."""
+    theirs = heads.beside_gguf(kind)
+    keys = head.keys | {"attention.layer_norm_rms_epsilon": EPS}
+    return head._replace(keys=keys), theirs._replace(keys=theirs.keys | {"rms_norm_eps": EPS})
+
+
 def alike(case: str, keys: dict) -> tuple:
     """A case whose keys change nothing, and the case."""
     return case, lambda head: (head._replace(keys=merged(head.keys, keys)), head)
@@ -485,6 +497,7 @@ EQUAL = {  # case, a function of its head that returns two heads that say the sa
     "older key of layers": alike("gguf eagle3", OLDER),
     "EAGLE-1 of speculators": ("eagle1", lambda head: of_eagle_1(True)),
     "EAGLE-1 of speculators without a bias": ("eagle1", lambda head: of_eagle_1(False)),
+    **{f"{kind} and its directory": (f"gguf {kind}", functools.partial(of_block, kind)) for kind in heads.GGUF_OWN},
     "tokens in any order": ("eagle3", lambda head: (in_another_order(), head)),
     "codebooks of z-lab": ("z-lab", lambda head: (with_books(head), head)),
 }  # fmt: skip
@@ -596,11 +609,20 @@ def test_what_is_written_is_read_back_as_the_same_head(layout, kind, tmp_path):
         assert written.keys() == names | {"embed_tokens.weight"}
 
 
-NORMED = {"norm_before_residual": True}
+def changed(keys: dict, **tensors) -> Callable[[Path], Path]:
+    return lambda path: write(path, EAGLE3, keys, **tensors)
+
+
+FOUR = {IDS: [1, 2, 4, 6]}
 NO_PLACE = [  # a function that writes a head, the layout, what is said
     (functools.partial(block_head, causal=True), "speculators", "whose causal is True; it would be read as False"),
-    (lambda path: write(path, EAGLE3, NORMED), "sglang", "whose norm_before_residual is True"),
+    (changed({"norm_before_residual": True}), "sglang", "whose norm_before_residual is True"),
     (block_head, "gguf", "no place for a head that is a block drafter"),
+    (changed(FOUR, **{"fc.weight": torch.zeros(64, 256)}), "gguf", "takes 4 layers' hidden states, not 3"),
+    (changed({}, **{"fc.bias": torch.zeros(64)}), "gguf", "the layout gguf has no place for a head with the weights fc.bias"),
+    (changed({}, **{"norm.weight": torch.full((64,), 1e6)}), "gguf", "norm.weight has numbers beyond 16 bits"),
+    (changed({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}), "gguf", "whose rope_scaling is {'rope_type': 'yarn'"),
+    (changed({"norm_before_fc": True}), "gguf", "the weights input_norm.weight are missing"),
 ]  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def made(kind: str, path: Path | None = None, hits: bool = False) -> tuple:
         model.model.embed_tokens.weight.mul_(10)
     if path:
         model.eval().save_pretrained(path)
-        add(path, mtp.tensors())
+        edit(path, mtp.tensors())
         raw = json.loads((path / "config.json").read_text())
         raw |= {"architectures": [architecture], "dtype": "float32"}
         raw |= {"model_type": "mimo", "num_nextn_predict_layers": 1} if kind == "mimo" else {}
@@ -136,10 +136,11 @@ def made(kind: str, path: Path | None = None, hits: bool = False) -> tuple:
     return model.eval(), mtp.eval()
 
 
-def add(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Add tensors to a directory."""
+def edit(path: Path, tensors: dict[str, torch.Tensor], *gone: str) -> None:
+    """Add tensors to a directory, and remove others by the beginnings of their names."""
     held = load_file(path / "model.safetensors")
-    save_file(held | tensors, path / "model.safetensors", {"format": "pt"})
+    kept = {name: value for name, value in held.items() if not name.startswith(gone)}
+    save_file(kept | tensors, path / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -325,28 +326,19 @@ def test_a_file_in_blocks_drafts_in_its_own_bits(tmp_path):
 # ----------------------------------------------------------------------------------------- bad input
 
 
-def without(path: Path, *gone: str) -> None:
-    """Remove tensors from a directory, by the beginnings of their names."""
-    held = load_file(path / "model.safetensors")
-    kept = {name: value for name, value in held.items() if not name.startswith(gone)}
-    save_file(kept, path / "model.safetensors", {"format": "pt"})
-
-
-BAD = [  # what changes, what is said
-    (lambda path: without(path, "mtp."), "holds no MTP layer (no tensor mtp.*); drop --draft mtp"),
-    (lambda path: without(path, "mtp.fc", "mtp.layers.0.mlp.up"), "2 missing weight(s): mtp.fc.weight, mtp.layers.0"),
-    (lambda path: add(path, {"mtp.strange.weight": torch.zeros(4)}), "1 unexpected weight(s): mtp.strange.weight"),
-    (lambda path: add(path, {"mtp.fc.weight": torch.zeros(64, 64)}), "asks for [64, 128] in all"),
-    (lambda path: add(path, {"mtp.embed_tokens.weight": torch.zeros(96, 64)}),
-     "mtp.embed_tokens.weight differs from the model's model.embed_tokens.weight"),
+BAD = [  # tensors that are added, the beginnings of those that are removed, what is said
+    ({}, ["mtp."], "holds no MTP layer (no tensor mtp.*); drop --draft mtp"),
+    ({}, ["mtp.fc", "mtp.layers.0.mlp.up"], "2 missing weight(s): mtp.fc.weight, mtp.layers.0"),
+    ({"mtp.strange.weight": torch.zeros(4)}, [], "1 unexpected weight(s): mtp.strange.weight"),
+    ({"mtp.fc.weight": torch.zeros(64, 64)}, [], "asks for [64, 128] in all"),
+    ({"mtp.embed_tokens.weight": torch.zeros(96, 64)}, [], "mtp.embed_tokens.weight differs from the model's model.embed_tokens.weight"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, says", BAD)
-def test_a_damaged_layer_is_one_line(hitting, tmp_path, capsys, change, says):
-    path = tmp_path / "m"
-    shutil.copytree(hitting["qwen"], path)
-    change(path)
+@pytest.mark.parametrize("tensors, gone, says", BAD)
+def test_a_damaged_layer_is_one_line(hitting, tmp_path, capsys, tensors, gone, says):
+    path = shutil.copytree(hitting["qwen"], tmp_path / "m")
+    edit(path, tensors, *gone)
     assert says in refused(capsys, "--checkpoint", str(path), "--draft", "mtp")
 
 
@@ -360,15 +352,14 @@ def test_what_has_no_such_layer_is_one_line(hitting, tmp_path, capsys):
     alone = str(write(tmp_path / "mtp.gguf", metadata, tables | layer))
     told = ["--checkpoint", str(hitting["qwen"]), "--head", alone]
     assert "vocab_size is 97, the target's is 96; use the head made for" in refused(capsys, *told)
-    shutil.copytree(hitting["qwen"], tmp_path / "stripped")
-    without(tmp_path / "stripped", "mtp.")  # as fine-tuning leaves it: the key stays
-    assert load(str(tmp_path / "stripped"), device="cpu").option("draft") == "ngram"
+    stripped = shutil.copytree(hitting["qwen"], tmp_path / "stripped")
+    edit(stripped, {}, "mtp.")  # as fine-tuning leaves it: the key stays
+    assert load(str(stripped), device="cpu").option("draft") == "ngram"
 
 
 def test_a_repeated_embedding_and_further_layers(hitting, tmp_path, capsys):
     """The first are not read twice; the others are named, and the first layer drafts."""
-    path = tmp_path / "m"
-    shutil.copytree(hitting["mimo"], path)
+    path = shutil.copytree(hitting["mimo"], tmp_path / "m")
     held = load_file(path / "model.safetensors")
     second = {
         name.replace("mtp_layers.0.", "mtp_layers.1."): torch.zeros_like(value)
@@ -376,7 +367,7 @@ def test_a_repeated_embedding_and_further_layers(hitting, tmp_path, capsys):
         if "mtp_layers" in name
     }
     shared = {"model.mtp_layers.lm_head.weight": held["lm_head.weight"]}
-    add(path, second | shared)
+    edit(path, second | shared)
     options = {"tree": "chain:4", "max_new_tokens": 16, "device": "cpu"}
     capsys.readouterr()
     engine = load(str(path), **options)

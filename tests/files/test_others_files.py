@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -52,6 +52,22 @@ class Case(NamedTuple):
     tensors: Callable[[Tensors], Tensors] | None = None
     note: str = ""  # what is said on standard error, besides nothing
     refused: str = ""  # what the one line says; "": the logits are those of transformers
+    edit: Callable[[Path], Any] = lambda path: None  # of the directory
+
+
+def generation_config(path: Path) -> None:
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 5]}))
+
+
+def index(path: Path, old: bool) -> None:
+    """Of the files that the whole one was made of, which are gone or lie there still."""
+    held = load_file(path / "model.safetensors")
+    part = "model-00001-of-00001.safetensors"
+    weight_map = json.dumps({"weight_map": dict.fromkeys(held, part)})
+    (path / "model.safetensors.index.json").write_text(weight_map)
+    if old:
+        others = {name: value + 1 for name, value in held.items()}
+        save_file(others, path / part, {"format": "pt"})
 
 
 def head_alone(held: Tensors) -> Tensors:
@@ -94,6 +110,9 @@ CASES = {
     "MLX": Case(config={"quantization": MLX}, refused=NOT_MLX),
     "MLX, older": Case(config={"quantization_config": MLX}, refused=NOT_MLX),
     "no MLX": Case(config={"quantization": {}}),
+    "no end of sequence": Case(config={"eos_token_id": -1, "bos_token_id": -1}, edit=generation_config),
+    "an index beside one whole file": Case(edit=partial(index, old=False)),
+    "an index and its old files": Case(edit=partial(index, old=True)),
 }  # fmt: skip
 
 
@@ -102,6 +121,7 @@ def test_directories_of_others(tmp_path, capsys, name):
     case = CASES[name]
     model = hf_model(**case.model)
     path = saved(model, tmp_path, case.config or {}, tensors=case.tensors)
+    case.edit(path)
     if case.refused:
         with pytest.raises(ValueError, match=case.refused):
             load_model(path)
@@ -112,6 +132,7 @@ def test_directories_of_others(tmp_path, capsys, name):
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert [note.startswith(f"note: {path}: ") for note in notes] == [True] * bool(case.note)
     assert all(case.note in note for note in notes)
+    assert read_config(path).eos_ids == ((5,) if name == "no end of sequence" else (2,))
 
 
 def test_the_layers_saved_alone(tmp_path):
@@ -128,25 +149,6 @@ def test_no_architectures(tmp_path, family, value):
     path = saved(model, tmp_path, {"architectures": value})
     assert registry.row_of(None, model.config.model_type).name == f"{family}ForCausalLM"
     assert_as_in_transformers(path, model)
-
-
-def test_no_end_of_sequence(tmp_path):
-    path = saved(hf_model(), tmp_path, {"eos_token_id": -1, "bos_token_id": -1})
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 5]}))
-    assert read_config(path).eos_ids == (5,)
-    assert_as_in_transformers(path)
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_an_index_beside_one_whole_file(tmp_path, old):
-    """Of the files it was made of, which are gone or lie there still: the whole file is the model."""
-    path = saved(hf_model(), tmp_path)
-    names = dict.fromkeys(load_file(path / "model.safetensors"), "model-00001-of-00001.safetensors")  # fmt: skip
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    if old:
-        others = {name: value + 1 for name, value in load_file(path / "model.safetensors").items()}
-        save_file(others, path / "model-00001-of-00001.safetensors", {"format": "pt"})
-    assert_as_in_transformers(path)
 
 
 @pytest.mark.parametrize(

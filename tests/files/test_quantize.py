@@ -173,20 +173,6 @@ def test_groups_that_cannot_be_packed(count):
         pack_codes("int4", torch.zeros(3, 144, dtype=torch.int8), torch.ones(3, count).half())
 
 
-@EACH
-def test_some_rows_are_the_same_codes_and_products(name):
-    quant, ids = QUANTS[name], torch.tensor([3, 4, 90, 199, 0])
-    weight, bias = random(200, 256).bfloat16(), random(200, seed=2)
-    whole = rounded(quant.format, weight, bias, quant.group_size, wide=True)
-    rows = rows_of(whole, ids)
-    for some, all in zip(unpack(rows.record), unpack(whole.record)):
-        assert some.dtype == all.dtype and torch.equal(some, all[ids])
-    x = random(7, 256, seed=1).bfloat16()
-    assert rows(x).dtype == torch.float32
-    torch.testing.assert_close(rows(x), whole(x)[:, ids], rtol=1e-5, atol=1e-5)
-    assert rows.data.nbytes < whole.data.nbytes / 6
-
-
 # -------------------------------------------------------------------------------------- directories
 
 
