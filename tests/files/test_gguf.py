@@ -22,6 +22,7 @@ import tiny_models
 from files.config import read_config
 from files.fetch import title_of
 from files.gguf import STORED, TYPES, GgufFile
+from files.gguf_header import read_header
 from files.tokenizer import Tokenizer
 from files.weights import export_weights, load_model
 from gguf_models import gguf_tensors, hf_model, metadata_of, permuted, write_model
@@ -324,6 +325,12 @@ def test_any_cut_of_the_header_is_one_line(whole, tmp_path):
             load_model(path), Tokenizer.load(path)
         except ValueError as error:
             assert "\n" not in str(error), error
+
+
+def test_a_list_may_end_with_the_file(tmp_path):
+    three = header(text("a") + struct.pack("<IIQQQQ", 9, 8, 3, 0, 0, 0), keys=1)[:-64]
+    (tmp_path / "m.gguf").write_bytes(three)
+    assert read_header(tmp_path / "m.gguf").metadata["a"] == ["", "", ""]
 
 
 def test_a_missing_file_and_the_wrong_use_of_one(capsys, whole, tmp_path):
