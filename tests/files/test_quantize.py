@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,7 +29,7 @@ from files import rounding, writing
 from files.checkpoint import WeightFiles
 from files.io import read_json
 from files.weights import load_model
-from helpers import GOLDEN, layer_of, refused, rounded
+from helpers import GOLDEN, OPERATORS, layer_of, refused, rounded
 from options import FORMAT_NAMES
 from quantize import FORMATS, GROUPS, Int8, Linear, Quantization, fit_group
 from run import quantize as run_quantize
@@ -130,7 +131,27 @@ def test_rows_of_zeros_and_of_no_numbers(name):
         assert y[:, 3].isnan().all() and y[:, :3].isfinite().all() and y[:, 4:].isfinite().all()
 
 
-# ------------------------------------------------------------------------------------------- packing
+# -------------------------------------------------------------------------------------------- layers
+
+
+@pytest.fixture(params=[pytest.param("operators", marks=OPERATORS), "references"])
+def products(request, monkeypatch):
+    """The products of this machine, and those where nothing can be built."""
+    if request.param == "references":
+        monkeypatch.setattr("backends.library._cpp_available", [False])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@EACH
+def test_a_layer_multiplies_with_its_dequantized_weight(products, name, dtype):
+    quant, bias = QUANTS[name], random(40, seed=2).to(dtype)
+    x = random(2, 13, 256, seed=1).to(dtype)
+    layer = rounded(quant.format, random(40, 256) / 16, bias, quant.group_size)
+    want = F.linear(x.float(), layer.dequantize(), bias.float())
+    got = layer(x)
+    assert got.dtype == dtype and got.shape == (2, 13, 40)
+    assert (got - want).abs().max() < 0.03 * want.std()  # inputs are rounded to int8
+
 
 # inputs of a scale; as they are packed
 GRIDS = [(32, 32), (64, 64), (128, 128), (256, 128), (96, 32), (576, 64)]
@@ -138,7 +159,7 @@ GRIDS = [(32, 32), (64, 64), (128, 128), (256, 128), (96, 32), (576, 64)]
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group, packed", GRIDS)
-def test_zero_points_and_scales_of_others_are_kept_exactly(group, packed, dtype):
+def test_zero_points_and_scales_of_others_are_kept_exactly(products, group, packed, dtype):
     """In groups of every size, of all inputs too: the weight has the very bits, and so has a layer of some rows.
 
     The products are in tests/cpu/test_weights.py.
@@ -254,11 +275,8 @@ def golden_copy(folder: Path, layout: str) -> Path:
 @SMALL
 def test_every_layout_can_be_read(tmp_path, quant, layout):
     path = golden_copy(tmp_path / "in", layout)
-    ours, theirs = (
-        load_model(quantized(path, tmp_path / "out", quant)),
-        load_model(path, quant=quant),
-    )
-    assert_same_bits(ours, theirs)
+    ours = load_model(quantized(path, tmp_path / "out", quant))
+    assert_same_bits(ours, load_model(path, quant=quant))
     assert ours.lm_head.format == quant.format
     assert isinstance(ours.embedding, torch.nn.Embedding)
     if layout.startswith("tied"):
@@ -336,6 +354,18 @@ def test_the_drafts_lm_head(target, draft):
         want = FORMATS[draft].encode(original, 32 if draft == "int4" else 0)
         assert all(map(torch.equal, unpack(drafter.lm_head.record), want))
     assert len(generate(engine, [[5, 17, 3]], max_new_tokens=8).tokens[0]) == 8
+
+
+@pytest.mark.parametrize("asked", ["", "int4", "int8", "none"])
+def test_a_saved_head_on_a_float_target(tmp_path, asked):
+    head = quantized(HEAD, tmp_path / "head", INT4)
+    engine = load(quant_draft=asked, **GOLDEN_PAIR | {"eagle": str(head)})
+    assert engine.option("quant") == engine.target.lm_head.format == "none"
+    form = asked or "int4"
+    assert engine.option("quant_draft") == engine.drafter.head.fc.format == form
+    saved = load_head(head, engine.target).fc.dequantize()
+    error = (engine.drafter.head.fc.dequantize() - saved).abs().max()
+    assert error <= (asked == "int8") * saved.abs().max() / 250
 
 
 FITS = {(96, 64): 32, (576, 1536): 64, (128, 64): 64, (4096, 11008): 64, (256,): 64}
