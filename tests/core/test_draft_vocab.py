@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from backends.weight import unpack
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DraftVocab
-from drafts.residual import spread
 from eagle_draft import EagleDrafter
 from files.weights import load_model
 from heads import assert_vanillas_tokens
@@ -99,18 +98,6 @@ def test_trimmed_drafts_are_the_masked_ones(tree, children, rule):
     assert trimmed.history == plain.history and sum(trimmed.stats.accept_lengths) > 0
     (ours, our_values), (theirs, their_values) = drafted(trimmed), drafted(plain)
     assert ours == theirs and our_values == pytest.approx(their_values, abs=1e-4)
-
-
-def test_columns_tokens_and_spread():
-    vocab, x = DraftVocab(6, torch.tensor([1, 2, 5])), torch.arange(12.0).view(2, 6)
-    assert vocab.drafted == 3
-    assert vocab.columns(x).tolist() == [[1, 2, 5], [7, 8, 11]]
-    assert vocab.tokens(torch.tensor([[2, 0]])).tolist() == [[5, 1]]
-    assert spread(vocab, torch.tensor([[0.5, 0.3, 0.2]])).tolist() == [
-        [0, 0.5, pytest.approx(0.3), 0, 0, pytest.approx(0.2)]
-    ]
-    every = DraftVocab(6)
-    assert every.drafted == 6 and every.columns(x) is every.tokens(x) is spread(every, x) is x
 
 
 # ----------------------------------------------------------------------------------------- LM heads
