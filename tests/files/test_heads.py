@@ -333,7 +333,7 @@ DAMAGE = {  # case -> keys, tensors, what is said
         ({"target_layer_ids": [0, 1, 3, 4]}, {}, "fc takes 320 inputs, and target_layer_ids names 4 layers of width 64"),
         ({"target_layer_ids": None}, {}, "the key 'target_layer_ids' is missing"),
         ({"mask_token_id": 128}, {}, "mask_token_id must be below the target's vocab_size (128); it is 128"),
-        ({"block_size": 257}, {}, "block_size must be 2 to 256; it is 257"),
+        ({"block_size": 257}, {}, "block_size must be a whole number from 2 to 256; it is 257"),
         ({"markov_rank": 4}, {}, "markov_rank is 4, and the weights have rank 8"),
         ({"markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla or gated; it is 'rnn'"),
         ({}, {"confidence_head.proj.weight": torch.zeros(1, 60)}, "confidence_head takes 60 inputs"),
