@@ -181,11 +181,13 @@ class ResponseReply(ChatReply):
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         counts = self.usage
         thinking = {"reasoning_tokens": len(self.tokenizer.encode(answer.thought, bos=False))}
+        # the second is required by the client's type; there is no cache that costs anything to fill
+        cached = counts["prompt_tokens_details"] | {"cache_write_tokens": 0}
         self.response["status"] = status
         self.response["metrics"] = self.metrics
         self.response["usage"] = {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
+            "input_tokens_details": cached,
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": counts["completion_tokens_details"] | thinking,
             "total_tokens": counts["total_tokens"],
