@@ -1,8 +1,7 @@
-"""A headless Chromium over its DevTools pipe: pages, scripts in them, and pictures. Standard library only."""
+"""A headless Chromium over its DevTools pipe: pages and scripts in them. Standard library only."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -34,7 +33,7 @@ def chromium() -> str | None:
 class Browser:
     """One tab of a browser of its own."""
 
-    def __init__(self, folder: Path, width: int = 1000, height: int = 760, dark: bool = False):
+    def __init__(self, folder: Path, width: int = 1000, height: int = 760):
         """folder: empty, for its profile"""
         commands, self.send = os.pipe()
         self.receive, answers = os.pipe()
@@ -57,8 +56,6 @@ class Browser:
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
         self.size(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and return its result."""
@@ -112,11 +109,6 @@ class Browser:
         while not self.run(f"Promise.resolve({script}).then(Boolean)"):
             assert time.monotonic() < end, (script, self.run("document.body.innerText"))
             time.sleep(0.05)
-
-    def picture(self, file: Path) -> None:
-        """Write a picture of the window."""
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        file.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
         """End the browser."""

@@ -1,4 +1,7 @@
-"""Clients as they are, against a server: the official one, `llm`, and `lm_eval`. Each gets the texts of `generate`."""
+"""Clients as they are, against a server: `llm` and `lm_eval`. Each gets the texts of `generate`.
+
+The official client is in test_serve.py.
+"""
 
 from __future__ import annotations
 
@@ -12,64 +15,46 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
-from test_serve import running  # noqa: E402, F401 (a fixture)
-
+pytest.importorskip("openai")
 from helpers import fresh  # noqa: E402
 from run.generate import encode, generate  # noqa: E402
+from served import Running  # noqa: E402
 
 QUESTIONS = ["Hello", "def f(x):", "Write a class.", "Why?"]
 
 
-def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:  # noqa: F811
+@pytest.fixture(scope="module")
+def running():
+    running = Running()
+    yield running
+    running.close()
+
+
+def answer(running, turns: list[str], answers: list[str] = (), **options) -> str:
     """The text of `generate` for a chat."""
     engine = fresh(running.engine)
     ids = encode(engine, turns, list(answers))
-    return generate(engine, [ids], **options).text[0]
+    return generate(engine, [ids], max_new_tokens=12, **options).text[0]
 
 
 def client_run(*argv: str, **environment: str) -> str:
     """Run a client's program. Returns: its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", *argv],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", *argv]
+    pipes = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, env=os.environ | environment, **pipes)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
-def test_the_official_client(running):  # noqa: F811
-    """A conversation of three turns, streamed, with the usage; each turn is what `generate` makes of it."""
-    messages, answers = [], []
-    stops = ["\n\n\n", "###"]
-    sent = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 16, "stop": stops, "logprobs": True}
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    for number, turn in enumerate(QUESTIONS[:3]):
-        messages.append({"role": "user", "content": turn})
-        options = {"model": "demo", "messages": messages, "seed": number}
-        with running.client.chat.completions.create(**options, **sent, **usage) as events:
-            parts = list(events)
-        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        options = {"seed": number, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 16}
-        want = answer(running, QUESTIONS[: number + 1], answers, **options)
-        assert text == min((want.partition(stop)[0] for stop in stops), key=len)
-        assert parts[-1].usage.completion_tokens <= 16
-        answers.append(text)
-        messages.append({"role": "assistant", "content": text})
-
-
-def test_llm(running, tmp_path):  # noqa: F811
+def test_llm(running, tmp_path):
     """The program of that name, with options, streamed and whole, and a conversation that goes on."""
     pytest.importorskip("llm", reason="pip install llm")
-    Path(tmp_path, "extra-openai-models.yaml").write_text(
-        f"- model_id: here\n  model_name: demo\n  api_base: http://127.0.0.1:{running.port}/v1\n"
-    )
+    url = f"http://127.0.0.1:{running.port}/v1"
+    model = f"- model_id: here\n  model_name: demo\n  api_base: {url}\n"
+    Path(tmp_path, "extra-openai-models.yaml").write_text(model)
     home = {"LLM_USER_PATH": str(tmp_path)}
     options = ["-o", "temperature", "0.5", "-o", "seed", "3", "-o", "max_tokens", "12"]
-    rule = {"temperature": 0.5, "seed": 3, "max_new_tokens": 12}
+    rule = {"temperature": 0.5, "seed": 3}
     first = client_run("llm", "-m", "here", *options, "Hello", **home)
     want = answer(running, ["Hello"], **rule)
     assert first == want + "\n"
@@ -96,24 +81,20 @@ metric_list:
 """
 
 
-def test_lm_eval(running, tmp_path):  # noqa: F811
+def test_lm_eval(running, tmp_path):
     """Its local-chat-completions, two requests at a time, on a task whose targets are the texts of `generate`."""
     pytest.importorskip("lm_eval", reason="pip install lm_eval[api]")
     data = tmp_path / "questions.jsonl"
-    targets = [answer(running, [q], temperature=0, max_new_tokens=12) for q in QUESTIONS]
+    targets = [answer(running, [question], temperature=0) for question in QUESTIONS]
     rows = [{"question": q, "target": t} for q, t in zip(QUESTIONS, targets)]
     data.write_text("\n".join(map(json.dumps, rows)))
     Path(tmp_path, "here.yaml").write_text(TASK.format(data=data))
     url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
-    client_run(
-        "lm_eval",
-        *("--model", "local-chat-completions", "--tasks", "here", "--apply_chat_template"),
-        *("--model_args", f"model=demo,base_url={url},num_concurrent=2,max_retries=1"),
-        *("--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")),
-        OPENAI_API_KEY="none",
-        HF_HUB_OFFLINE="1",
-        HF_HOME=str(tmp_path / "home"),
-    )
+    flags = "--model local-chat-completions --tasks here --apply_chat_template --model_args"
+    model = f"model=demo,base_url={url},num_concurrent=2,max_retries=1"
+    paths = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
+    home = {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    client_run("lm_eval", *flags.split(), model, *paths, **home)
     (results,) = Path(tmp_path, "out").rglob("results*.json")
     found = json.loads(results.read_text())["results"]["here"]
     assert found["exact_match,none"] == 1.0

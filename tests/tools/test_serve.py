@@ -1,4 +1,9 @@
-"""The server, driven by the official client: its answers, its refusals, and the release of rows."""
+"""The server, driven by the official client: a row a request, answered as `generate` answers its prompt.
+
+1. Whole, streamed, beside others, as a response and with other drafts, an answer is one and the same.
+2. Keys, hosts, origins, addresses, clients that leave, and the server's end.
+What models write in forms of calls and thinking is in test_replies.py, what requests may say in test_requests.py.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,274 +29,74 @@ openai = pytest.importorskip("openai")
 from starlette.testclient import TestClient  # noqa: E402
 
 from drafts.grammar import Grammar  # noqa: E402
-from files.tokenizer import StreamDecoder  # noqa: E402
 from helpers import fresh  # noqa: E402
-from run.generate import encode, generate, load  # noqa: E402
-from run.options import DEMO, Sampling  # noqa: E402
+from run.generate import generate, load  # noqa: E402
+from run.options import DEMO, ROOT, Sampling  # noqa: E402
 from run.parsing import parse, parse_given  # noqa: E402
-from run.scheduler import Request  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
+from served import (  # noqa: E402
+    ARGV,
+    ASKED,
+    CHAT,
+    COMPLETION,
+    NAMED,
+    PROMPT,
+    RESPONSE,
+    TOOLS,
+    WEATHER,
+    Running,
+    demo_with,
+    of_schema,
+    template_of,
+    wait_for,
+)
 from server import app as serve  # noqa: E402
 from server import parameters, transport  # noqa: E402
+from server.call_forms import form_of  # noqa: E402
+from server.tool_calls import Tools  # noqa: E402
 
-PROMPT = "def read_lines(path):"
-TREE = ["--tree", "auto:4,4,12"]
-SERVE = str(Path(__file__).resolve().parents[2] / "scripts" / "serve.py")
-ARGV = f"--checkpoint {DEMO} --device cpu --temperature 1 --chat vicuna --max_body 20000".split()
-ARGV += ["--compile", *TREE]
-ARGV += ["--batch_size", "3", "--max_new_tokens", "400", "--max_waiting", "12", "--port", "0"]
-
-
-class Running:
-    """A server in a thread, and clients of it."""
-
-    def __init__(self, *argv: str):
-        config = parse(serve.ServeConfig, "serve.py", "", [*ARGV, *argv])
-        config.check()
-        self.socket = serve.listen(config)
-        self.server = serve.Server(serve.load_engine(config), config)
-        self.engine = self.server.engine
-        self.batcher = self.server.batcher
-        self.port = self.socket.getsockname()[1]
-        self.uvicorn = serve.Listener(self.server.app(), self.batcher)
-        self.status = None  # with which the process would exit
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0
-        )
-        wait_for(lambda: self.uvicorn.started)
-
-    def run(self):
-        try:
-            self.uvicorn.run(sockets=[self.socket])
-        except SystemExit as error:
-            self.status = error.code
-
-    def complete(self, prompt=PROMPT, **options):
-        return self.client.completions.create(
-            model="demo", prompt=prompt, **{"max_tokens": 24, **options}
-        )
-
-    def own(self, prompts, seed: int, **options):
-        """The result of `generate` for the same prompts."""
-        config = replace(self.engine.config, batch_size=1)
-        engine = replace(fresh(self.engine), template=None, config=config)
-        return generate(engine, prompts, seed=seed, **{"max_new_tokens": 24, **options})
-
-    def raw(self, body: bytes, path="/v1/completions", method="POST", kind="application/json"):
-        """Status and JSON of a request by hand."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, body, {"Content-Type": kind})
-        response = connection.getresponse()
-        found = json.loads(response.read())
-        connection.close()
-        return response.status, found
-
-    def close(self):
-        self.uvicorn.should_exit = True
-        self.thread.join(60)
-        assert not self.thread.is_alive() and not self.batcher.is_alive()
-
-
-def wait_for(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+SERVE = str(ROOT / "scripts" / "serve.py")
 
 
 @pytest.fixture(scope="module")
-def running():
-    running = Running()
+def running(tmp_path_factory):
+    """A server whose chat template knows tools."""
+    folder = demo_with(tmp_path_factory.mktemp("served"), template_of("qwen2.5"))
+    running = Running("--checkpoint", str(folder), "--chat")
     yield running
     running.close()
 
 
-def test_models(running):
-    assert [model.id for model in running.client.models.list()] == ["demo"]
-    assert running.client.models.retrieve("demo").object == "model"
+# ------------------------------------------------------------------------------------ the rows
 
 
-def test_a_completion_is_what_generate_makes_of_it(running):
-    found, want = running.complete(seed=2**40 + 3), running.own([PROMPT], 2**40 + 3)
-    assert found.object == "text_completion" and found.model == "demo"
-    (choice,) = found.choices
-    assert (choice.text, choice.finish_reason) == (want.text[0], want.finish_reason[0])
-    usage = found.usage
-    assert usage.prompt_tokens == want.prompt_tokens[0]
-    assert usage.completion_tokens == len(want.tokens[0])
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    texts = {running.complete().choices[0].text for _ in range(4)}
-    assert len(texts) > 1, "without a seed one is drawn"
+class Row(NamedTuple):
+    """A request, and what else `generate` needs to answer it."""
+
+    name: str
+    kind: str
+    body: dict = {}
+    taken: list[dict] | None = None  # the messages as the template takes them; None: as they are
+    grammar: Any = None  # that the answer follows
+    begun: str = ""  # the end of the prompt behind the template
 
 
-RULES = [
-    {"temperature": 0},
-    {"temperature": 0.5},
-    {"temperature": 0.7, "top_p": 0.8},
-    {"temperature": 1.3, "top_k": 20},
-    {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
-    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
-    {"temperature": 0.8, "logit_bias": {"10": 4}, "typical_p": 0.9, "dry_multiplier": 0.8},
-    {"top_k": 10**6, "min_p": 0},
-    {},
+TURNS = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Bye"},
 ]
+IN_PARTS = [*TURNS[:3], {"role": "user", "content": [{"type": "text", "text": "Bye"}]}]
+SUN = {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+ARGUMENTS = {"city": {"name": "Rome"}, "days": 2}
 
 
-def as_sent(rule: dict) -> dict:
-    """The options of a request; the client sends those that it does not know as they are."""
-    known = ("temperature", "top_p", "frequency_penalty", "logit_bias")
-    own = {name: value for name, value in rule.items() if name not in known}
-    return {name: rule[name] for name in rule.keys() - own.keys()} | {"extra_body": own}
+def calling(arguments: Any) -> dict:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
-
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_a_request_has_its_own_parameters(running, rule):
-    """Whole, streamed and in a chat, as the official client sends them."""
-    want = running.own([PROMPT], 11, **rule).text[0]
-    assert running.complete(seed=11, **as_sent(rule)).choices[0].text == want
-    events = running.complete(seed=11, stream=True, **as_sent(rule))
-    assert "".join(event.choices[0].text for event in events) == want
-    messages = [{"role": "user", "content": "Hello"}]
-    found = running.client.chat.completions.create(
-        model="demo", messages=messages, seed=4, max_tokens=12, **as_sent(rule)
-    )
-    ids = encode(running.engine, ["Hello"], [])
-    chat = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=12, **rule)
-    assert found.choices[0].message.content == chat.text[0]
-
-
-def test_an_answer_up_to_the_context(running):
-    ids = running.engine.tokenizer.encode(PROMPT, bos=True)
-    context = running.engine.context
-    prompt = (ids * context)[: context - 5]
-    found = running.complete(prompt, max_tokens=context, temperature=0)
-    cut = running.complete(prompt[:9], max_tokens=3, temperature=0).choices[0]
-    assert (cut.finish_reason, cut.cut_by) == ("length", "max_tokens")
-    assert found.usage.total_tokens <= context
-    assert found.choices[0].finish_reason == "stop" or found.usage.total_tokens == context
-    if found.choices[0].finish_reason == "length":
-        assert found.choices[0].cut_by == "context"
-    assert running.complete(max_tokens=401).usage.completion_tokens > 0
-
-
-def test_several_prompts_and_choices(running):
-    prompts = [PROMPT, "import "]
-    want = running.own(prompts, 7, num_samples=2).text
-    found = running.complete(prompts, seed=7, n=2).choices
-    assert [(choice.index, choice.text) for choice in found] == list(enumerate(want))
-    ids = [running.engine.tokenizer.encode(text, bos=True) for text in prompts]
-    assert [choice.text for choice in running.complete(ids, seed=7).choices] == want[::2]
-    assert running.complete(ids[0], seed=7).choices[0].text == want[0]
-
-
-def test_a_stream_is_the_whole_in_parts(running):
-    whole = running.complete(seed=5)
-    events = list(running.complete(seed=5, stream=True, stream_options={"include_usage": True}))
-    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
-    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert not events[-1].choices and len(events) > 3
-    assert events[-1].usage.total_tokens == whole.usage.total_tokens and events[0].usage is None
-    assert len({event.id for event in events}) == 1
-    *_, last = running.complete(seed=5, stream=True, stream_options={"include_usage": None})
-    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
-
-
-def test_chat(running):
-    messages = [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
-        {"role": "assistant", "content": "Hi"},
-        {"role": "user", "content": "Bye"},
-    ]
-    options = {"model": "demo", "messages": messages, "seed": 4, "max_completion_tokens": 20}
-    found = running.client.chat.completions.create(**options)
-    template = parameters.chat_template(
-        parameters.fetched(DEMO), running.engine.tokenizer, "vicuna", "Be short."
-    )
-    ids = encode(replace(running.engine, template=template), ["Hello", "Bye"], ["Hi"])
-    want = generate(fresh(running.engine), [ids], seed=4, max_new_tokens=20)
-    message = found.choices[0].message
-    assert (message.role, message.content) == ("assistant", want.text[0])
-    assert found.usage.prompt_tokens == len(ids) and found.object == "chat.completion"
-    events = list(running.client.chat.completions.create(**options, stream=True))
-    assert events[0].choices[0].delta.role == "assistant"
-    assert events[0].object == "chat.completion.chunk"
-    assert "".join(event.choices[0].delta.content for event in events) == want.text[0]
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_logprobs_of_a_completion(running, stops):
-    """With the texts of tokens, their places, and the likeliest ones; they end where the text does."""
-    options = {"seed": 5, "max_tokens": 60, "logprobs": 2, "n": 2}
-    whole = running.complete(**options | {"logprobs": None})
-    assert whole.choices[0].logprobs is None
-    if stops:
-        text = whole.choices[0].text
-        options["stop"] = text[len(text) // 2 :][:4]
-    found = running.complete(**options)
-    events = [event.choices[0] for event in running.complete(**options, stream=True)]
-    for choice in found.choices:
-        scores = choice.logprobs
-        starts = [sum(map(len, scores.tokens[:n])) for n in range(len(scores.tokens))]
-        assert scores.text_offset == starts and starts[-1] < len(choice.text)
-        assert "".join(scores.tokens)[: len(choice.text)] == choice.text
-        for token, own, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs):
-            assert own <= 0 and top[token] == own and 2 <= len(top) <= 3
-            assert max(top.values()) == list(top.values())[0]
-        own = [event for event in events if event.index == choice.index]
-        joined = [token for event in own for token in event.logprobs.token_logprobs]
-        assert joined == scores.token_logprobs
-    if stops:
-        assert found.choices[0].text == text[: text.index(options["stop"])]
-        assert found.choices[0].finish_reason == "stop"
-        events = running.complete(
-            **options | {"stop": [options["stop"], "never said"]}, stream=True
-        )
-        parts = [event.choices[0].text for event in events if event.choices[0].index == 0]
-        assert "".join(parts) == found.choices[0].text
-    plain = running.complete(**options | {"logprobs": 0}).choices[0].logprobs
-    assert plain.token_logprobs == found.choices[0].logprobs.token_logprobs
-    assert [len(top) for top in plain.top_logprobs] == [1] * len(plain.tokens)
-
-
-def test_logprobs_of_a_chat(running):
-    messages = [{"role": "user", "content": "Hello"}]
-    options = {"model": "demo", "messages": messages, "seed": 4, "max_tokens": 20, "logprobs": True}
-    create = running.client.chat.completions.create
-    choice = create(**options, top_logprobs=3).choices[0]
-    data = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
-    assert data.decode() in (choice.message.content, " " + choice.message.content)
-    for token in choice.logprobs.content:
-        assert len(token.top_logprobs) == 3 and token.token.encode() == bytes(token.bytes)
-        logprobs = [each.logprob for each in token.top_logprobs]
-        assert logprobs == sorted(logprobs, reverse=True) and token.logprob <= logprobs[0]
-    streamed = [event.choices[0].logprobs for event in create(**options, stream=True)]
-    tokens = [token for each in streamed if each for token in each.content]
-    assert [t.logprob for t in tokens] == [t.logprob for t in choice.logprobs.content]
-    assert not any(token.top_logprobs for token in tokens)
-
-
-def test_a_begun_answer_goes_on(running):
-    """The prompt ends with the assistant's words, and the answer is what follows them."""
-    ask = {"role": "user", "content": "Write a function."}
-    tokenizer = running.engine.tokenizer
-    ids = tokenizer.encode(
-        tokenizer.decode(encode(running.engine, ["Write a function."], []), True) + "def f("
-    )
-    options = {
-        "messages": [ask, {"role": "assistant", "content": "def f("}],
-        "max_tokens": 12,
-        "temperature": 0,
-    }
-    want = running.complete([ids], max_tokens=12, temperature=0).choices[0].text
-    for named in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
-        found = running.client.chat.completions.create(model="demo", **options, extra_body=named)
-        assert found.choices[0].message.content == want and found.usage.prompt_tokens == len(ids)
-
-
-# ---------------------------------------------------------------------------------------- grammars
 
 SCHEMA = {
     "type": "object",
@@ -303,165 +105,351 @@ SCHEMA = {
     "additionalProperties": False,
 }
 LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+RULES = [
+    {}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02}, {"top_k": 10**6, "min_p": 0},
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "logit_bias": {"10": 4}, "typical_p": 0.9, "dry_multiplier": 0.8},
+]  # fmt: skip
+TWO = [PROMPT, "import "]
+ROWS = [
+    *[Row(f"{kind} {rule}", kind, rule) for rule in RULES for kind in (COMPLETION, CHAT)],
+    Row("a large seed", COMPLETION, {"seed": 2**40 + 3}),
+    Row("prompts and choices", COMPLETION, {"prompt": TWO, "n": 2}),
+    Row("equal choices", COMPLETION, {"prompt": TWO, "n": 3, "temperature": 0}),
+    Row("token ids", COMPLETION, {"prompt": [[5, 17, 300], [40]]}),
+    Row("stop strings", COMPLETION, {"stop": ["e", "zz"], "max_tokens": 60, "n": 2}),
+    Row("a schema", COMPLETION, {"response_format": of_schema(SCHEMA), "max_tokens": 60}, grammar=SCHEMA),
+    Row("an array", COMPLETION, {"response_format": of_schema(LIST), "max_tokens": 60}, grammar=LIST),
+    Row("any object", CHAT, {"response_format": {"type": "json_object"}}, grammar={"type": "object"}),
+    Row("a schema in a chat", CHAT, {"response_format": of_schema(SCHEMA), "max_tokens": 60, "n": 3}, grammar=SCHEMA),
+    Row("text", CHAT, {"response_format": {"type": "text"}}),
+    Row("turns", CHAT, {"messages": IN_PARTS, "max_tokens": None, "max_completion_tokens": 20}, TURNS),
+    Row("a begun answer", CHAT, {"messages": [*ASKED, {"role": "assistant", "content": "def f("}], "continue_final_message": True}, ASKED, begun="def f("),
+    Row("tools", CHAT, {"tools": TOOLS}), Row("no tools", CHAT, {"tools": []}),
+    Row("tools that are not to be called", CHAT, {"tools": TOOLS, "tool_choice": "none"}),
+    Row("behind a call", CHAT, {"messages": [*ASKED, calling(json.dumps(ARGUMENTS)), SUN], "tools": TOOLS}, [*ASKED, calling(ARGUMENTS), SUN | {"name": "weather"}]),
+    Row("a forced call", CHAT, {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 80, "n": 2}, grammar="weather", begun="<tool_call>\n"),
+    Row("a call that is cut", CHAT, {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 6}, grammar="weather", begun="<tool_call>\n"),
+]  # fmt: skip
+EVERY = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 
 
-def of_schema(schema: dict) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+def wanted(running, row: Row) -> Any:
+    """The result of `generate` for a row, in buffers that hold nothing."""
+    body = {"seed": 3, "max_tokens": 24} | row.body
+    engine = replace(fresh(running.engine), config=replace(running.engine.config, batch_size=1))
+    grammar = row.grammar
+    if grammar == "weather":
+        form = form_of(engine.template, engine.tokenizer)
+        grammar = Tools(TOOLS, {"weather": WEATHER}, ["weather"], True, form).grammar()
+    if row.kind == COMPLETION:
+        prompts = body.get("prompt", [PROMPT])
+    else:
+        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        messages = row.taken or body.get("messages", ASKED)
+        text = engine.template.render_messages(messages, tools) + row.begun
+        prompts = [engine.tokenizer.encode(text, bos=False, special=True)]
+    options = {name: body[name] for name in body.keys() & {*Sampling._fields, "seed", "stop"}}
+    most = body["max_tokens"] or body["max_completion_tokens"]
+    options |= {"max_new_tokens": most, "num_samples": body.get("n", 1)}
+    return generate(replace(engine, template=None), prompts, grammar, **options)
 
 
-def describe(running, **options):
-    messages = [{"role": "user", "content": "Describe it."}]
-    return running.client.chat.completions.create(model="demo", messages=messages, **options)
+def said(answer: Any) -> list[tuple[str, str]]:
+    """The text of each choice, or its call, and why it ended."""
+    found = []
+    for choice in answer.choices:
+        text = choice.text if answer.object == "text_completion" else choice.message.content
+        if choice.finish_reason == "tool_calls":
+            (call,) = choice.message.tool_calls
+            assert text is None and call.function.name == "weather" and call.type == "function"
+            text = call.function.arguments
+        found.append((text, choice.finish_reason))
+    return found
 
 
-def test_many_clients_with_schemas_of_their_own_and_none(running):
-    """Each gets the text that the same request gets alone."""
-    asked = [(schema, seed) for seed in range(3) for schema in (SCHEMA, LIST, None)]
-
-    def ask(schema, seed):
-        form = {} if schema is None else {"extra_body": {"response_format": of_schema(schema)}}
-        return running.complete(seed=seed, max_tokens=60, **form).choices[0]
-
-    with ThreadPoolExecutor(6) as pool:
-        choices = list(pool.map(lambda each: ask(*each), asked))
-    for (schema, seed), choice in zip(asked, choices):
-        own = running.own([PROMPT], seed, grammar=schema, max_new_tokens=60)
-        assert (choice.text, choice.finish_reason) == (own.text[0], own.finish_reason[0])
-        if schema is not None:
-            jsonschema.validate(json.loads(choice.text), schema)
+def generated(row: Row, result: Any) -> list[tuple[str, str]]:
+    """The same of a result of `generate`."""
+    found = []
+    for text, reason in zip(result.text, result.finish_reason):
+        if row.grammar == "weather" and reason == "stop":
+            text = json.dumps(json.loads(text)["arguments"])
+            reason = "tool_calls"
+        found.append((text, reason))
+    return found
 
 
-def test_formats_of_chats_streams_and_several_choices(running):
-    answer = describe(running, response_format=of_schema(SCHEMA), n=3, seed=5)
-    texts = [choice.message.content for choice in answer.choices]
-    for text in texts:
-        jsonschema.validate(json.loads(text), SCHEMA)
-    assert len(set(texts)) > 1
-    parts = describe(running, response_format=of_schema(SCHEMA), seed=5, stream=True)
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == texts[0]
-    anything = describe(running, response_format={"type": "json_object"}, seed=1, max_tokens=300)
-    assert anything.choices[0].message.content.startswith("{")
-    plain = describe(running, response_format={"type": "text"}, seed=5, max_tokens=20)
-    same = describe(running, seed=5, max_tokens=20)
-    assert plain.choices[0].message.content == same.choices[0].message.content
+@EVERY
+def test_an_answer_is_what_generate_makes_of_it(running, row):
+    want = wanted(running, row)
+    answer = running.ask(row.kind, **row.body)
+    assert said(answer) == generated(row, want) and answer.model == "demo"
+    assert [choice.index for choice in answer.choices] == [*range(len(want.text))]
+    usage = answer.usage
+    assert usage.prompt_tokens == sum(want.prompt_tokens[:: row.body.get("n", 1)])
+    assert usage.completion_tokens == sum(map(len, want.tokens))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    schema = WEATHER if row.grammar == "weather" else row.grammar
+    for text, reason in said(answer):
+        if schema and reason != "length":
+            jsonschema.validate(json.loads(text), schema)
+
+
+def in_parts(events: list, index: int) -> tuple[str, str]:
+    """One choice of a stream, put together: its text, or its call, and why it ended."""
+    text = ""
+    reason = None
+    for choice in [choice for event in events for choice in event.choices if choice.index == index]:
+        part = choice if hasattr(choice, "text") else choice.delta
+        new = part.text if hasattr(choice, "text") else part.content or ""
+        for call in getattr(part, "tool_calls", None) or ():
+            assert call.index == 0 and call.id and call.function.name == "weather"
+            new += call.function.arguments
+        drafted = getattr(choice, "drafted", None)
+        if drafted and "spans" in drafted:
+            assert sum(count for _, count in drafted["spans"]) == len(new)
+            assert {source for source, _ in drafted["spans"]} <= {"", "head", "lookup"}
+        text += new
+        reason = choice.finish_reason or reason
+    return text, reason
+
+
+@EVERY
+def test_a_stream_is_the_whole_in_parts(running, row):
+    """Its events say what was drafted, and their sums are those of the usage."""
+    want = generated(row, wanted(running, row))
+    usage = {"include_usage": True}
+    *events, last = running.ask(row.kind, stream=True, stream_options=usage, **row.body)
+    assert [in_parts(events, i) for i in range(len(want))] == want
+    assert not last.choices and events[0].usage is None and len(events) >= 2
+    assert len({(event.id, event.seed) for event in events}) == 1
+    choices = [choice for event in events for choice in event.choices]
+    assert row.kind == COMPLETION or choices[0].delta.role == "assistant"
+    told = [choice.drafted for choice in choices if hasattr(choice, "drafted")]
+    details = last.usage.completion_tokens_details
+    assert sum(drafted["tokens"] for drafted in told) == last.usage.completion_tokens
+    assert sum(drafted["accepted"] for drafted in told) == details.accepted_prediction_tokens
+    assert sum(drafted["rejected"] for drafted in told) == details.rejected_prediction_tokens
+
+
+def test_many_clients_at_once(running):
+    """Each gets what it gets alone."""
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda row: running.ask(row.kind, **row.body), ROWS))
+    for row, answer in zip(ROWS, answers):
+        assert said(answer) == generated(row, wanted(running, row)), row.name
+
+
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+INPUT = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": json.dumps(ARGUMENTS)}  # fmt: skip
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "sun"}
+FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+RESPONSES = [  # the fields of a response, those of the same chat
+    ({"instructions": "Be brief."}, {"messages": [{"role": "system", "content": "Be brief."}, *ASKED]}),
+    ({"input": INPUT, "temperature": 0.7}, {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.7}),
+    ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+    ({"text": FORMAT, "max_output_tokens": 60}, {"response_format": of_schema(SCHEMA), "max_tokens": 60}),
+    ({"tools": FLAT, "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 80}, {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 80}),
+    ({"input": [*ASKED, CALL, RESULT], "tools": FLAT}, {"messages": [*ASKED, calling(json.dumps(ARGUMENTS)), SUN], "tools": TOOLS}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, chat", RESPONSES, ids=str)
+def test_a_response_is_the_chats_answer(running, fields, chat):
+    """Whole, and as its last event has it; the client puts the items of the others together."""
+    want = running.ask(CHAT, **chat)
+    ((text, reason),) = said(want)
+    whole = running.ask(RESPONSE, **fields)
+    events = [*running.ask(RESPONSE, stream=True, **fields)]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    for found in (whole, last.response):
+        (item,) = found.output
+        assert text == (item.arguments if item.type == "function_call" else found.output_text)
+        ends = ("incomplete", "max_output_tokens") if reason == "length" else ("completed", None)
+        why = found.incomplete_details and found.incomplete_details.reason
+        assert (found.status, why) == ends and item.status == ends[0]
+        assert found.usage.input_tokens == want.usage.prompt_tokens
+        assert found.usage.output_tokens == want.usage.completion_tokens
+        assert found.usage.total_tokens == want.usage.total_tokens
+        if "include" in fields:
+            scores = item.content[0].logprobs
+            assert [t.logprob for t in scores] == [
+                t.logprob for t in want.choices[0].logprobs.content
+            ]
+            assert {len(token.top_logprobs) for token in scores} == {2}
+    assert whole.instructions == fields.get("instructions") and whole.object == "response"
+    assert whole.temperature == fields.get("temperature", 1.0)
+    grown = [event.delta for event in events if event.type.endswith(".delta")]
+    assert "".join(grown) == text
+
+
+# ------------------------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 2}, {"logprobs": 0}, {"logprobs": 2, "stop": ["e", "zz"]}], ids=str)  # fmt: skip
+def test_logprobs_of_a_completion(running, more):
+    """With the texts of tokens, their places, and the likeliest ones; they end where the text does."""
+    options = {"max_tokens": 60, "n": 2, **more}
+    events = [event.choices[0] for event in running.ask(stream=True, **options)]
+    for choice in running.ask(**options).choices:
+        scores = choice.logprobs
+        starts = [sum(map(len, scores.tokens[:n])) for n in range(len(scores.tokens))]
+        assert scores.text_offset == starts and starts[-1] < len(choice.text)
+        assert "".join(scores.tokens)[: len(choice.text)] == choice.text
+        for token, own, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs):
+            assert own <= 0 and top[token] == own
+            assert max(more["logprobs"], 1) <= len(top) <= more["logprobs"] + 1
+            assert max(top.values()) == list(top.values())[0]
+        own = [event for event in events if event.index == choice.index]
+        joined = [score for event in own for score in event.logprobs.token_logprobs]
+        assert joined == scores.token_logprobs
+    assert running.ask(logprobs=False).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": NAMED}], ids=["text", "cut"])
+def test_logprobs_of_a_chat(running, tools):
+    """Of a call that is cut, too, which is text."""
+    options = {"max_tokens": 6, "logprobs": True, **tools}
+    choice = running.ask(CHAT, **options, top_logprobs=3).choices[0]
+    data = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+    assert data.decode().strip() == choice.message.content.strip()
+    assert len(choice.logprobs.content) == 6
+    for token in choice.logprobs.content:
+        assert len(token.top_logprobs) == 3 and token.token.encode() == bytes(token.bytes)
+        logprobs = [each.logprob for each in token.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True) and token.logprob <= logprobs[0]
+    streamed = [event.choices[0].logprobs for event in running.ask(CHAT, stream=True, **options)]
+    tokens = [token for each in streamed if each for token in each.content]
+    assert [t.logprob for t in tokens] == [t.logprob for t in choice.logprobs.content]
+    assert not any(token.top_logprobs for token in tokens)
+
+
+# ------------------------------------------------------------------------------------------ drafts
+
+
+@pytest.mark.parametrize("asked", [{}, {"draft": False}, *({"draft_tokens": n} for n in (0, 3, 7, 11.0))], ids=str)  # fmt: skip
+def test_drafts_change_no_text(running, asked):
+    """A request may say how many tokens a cycle drafts at most; the acceptance has vLLM's names."""
+    most = 0 if "draft" in asked else asked.get("draft_tokens", 11)
+    answer = running.ask(max_tokens=60, **asked)
+    assert answer.choices[0].text == running.ask(max_tokens=60).choices[0].text
+    told = answer.metrics["speculative_decoding"]
+    steps = told["num_spec_steps"]
+    histogram = told["acceptance_histogram"]
+    accepted = sum(i * n for i, n in enumerate(histogram))
+    assert sum(histogram) == steps and (steps == 0) == (most == 0)
+    assert accepted == told["num_accepted_draft_tokens"] <= told["num_draft_tokens"] <= most * steps
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == accepted
+    assert details.rejected_prediction_tokens == told["num_draft_tokens"] - accepted
+    if steps:
+        assert told["mean_acceptance_length"] == 1 + accepted / steps > 1
+        assert told["draft_acceptance_rate"] == accepted / told["num_draft_tokens"]
+    each = {"draft_tokens": [0, None]}
+    both = running.ask(prompt=[PROMPT] * 2, max_tokens=60, **each)
+    assert both.metrics["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_events_have_trees_where_they_are_asked_for(running):
+    """Every cycle of the spans has one; the accepted nodes below the root are the answer."""
+    events = [*running.ask(stream=True, max_tokens=60, trees=True)]
+    told = [event.choices[0].drafted for event in events]
+    trees = [tree for drafted in told for tree in drafted["trees"]]
+    assert len(trees) == sum(drafted["passes"] for drafted in told)
+    assert {cycle for drafted in told for *_, cycle in drafted["spans"]} <= {*range(-1, len(trees))}
+    kept = [[text for _, text, accepted in tree if accepted][1:] for tree in trees]
+    text = "".join(event.choices[0].text for event in events)
+    found = trees[0][0][1] + "".join(map("".join, kept))  # the last cycle goes beyond the limit
+    assert found.startswith(text) and max(map(len, trees)) > 4
+    for tree in trees:
+        assert tree[0][0] == -1 and all(parent < i for i, (parent, *_) in enumerate(tree))
+    assert "trees" not in next(iter(running.ask(stream=True))).choices[0].drafted
+
+
+def test_a_tree_of_one_size_takes_no_smaller_number():
+    engine = load(checkpoint=DEMO, device="cpu", tree="dynamic:3,2,6", max_new_tokens=8)
+    assert generate(engine, ["def f("], draft=5).tokens == generate(engine, ["def f("]).tokens
+    fault = "draft must be a whole number from 5 on, as draft trees have one size here; it is 4"
+    with pytest.raises(ValueError, match=fault):
+        generate(engine, ["def f("], draft=4)
+
+
+# ----------------------------------------------------------------------------- the server's own part
+
+
+def test_models(running):
+    assert [model.id for model in running.client.models.list()] == ["demo"]
+    assert running.client.models.retrieve("demo").object == "model"
+
+
+def test_an_answer_up_to_the_context(running):
+    context = running.engine.context
+    ids = [5 + i % 90 for i in range(context - 5)]
+    found = running.ask(prompt=ids, max_tokens=context, temperature=0)
+    (choice,) = found.choices
+    assert (choice.finish_reason, choice.cut_by) == ("length", "context")
+    assert found.usage.total_tokens == context
+    cut = running.ask(prompt=ids[:9], max_tokens=3, temperature=0).choices[0]
+    assert (cut.finish_reason, cut.cut_by) == ("length", "max_tokens")
+
+
+def test_a_seed_is_drawn_and_told(running):
+    """Without one, and with -1, as front ends send it; the seed of an answer gives its text again."""
+    drawn = [running.ask(seed=seed) for seed in (None, -1, -1)]
+    assert len({answer.choices[0].text for answer in drawn}) == 3
+    for answer in drawn:
+        assert 0 <= answer.seed < 2**53  # whole in every client's numbers
+        assert running.ask(seed=answer.seed).choices[0].text == answer.choices[0].text
+
+
+def test_equal_answers_are_decoded_once(running, monkeypatch):
+    jobs = []
+    submit = running.batcher.submit
+    monkeypatch.setattr(running.batcher, "submit", lambda new: (jobs.extend(new), submit(new)))
+    running.ask(prompt=TWO, temperature=0, n=3)
+    assert len(jobs) == 2
 
 
 def test_a_grammar_that_ends_in_nothing_ends_one_request(running, monkeypatch):
     dead = Grammar(running.engine, 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/')
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setattr(parameters, "compile_grammars", lambda *inputs: [dead])
-        with ThreadPoolExecutor(2) as pool:
-            bad = pool.submit(describe, running, response_format=of_schema({"type": "null"}))
-            good = pool.submit(running.complete, seed=3)
-            with pytest.raises(openai.BadRequestError, match="allows neither a token nor the end"):
-                bad.result()
-            assert good.result().choices[0].text == running.own([PROMPT], 3).text[0]
+        bad = pool.submit(running.ask, response_format=of_schema({"type": "null"}))
+        good = pool.submit(running.ask)
+        with pytest.raises(openai.BadRequestError, match="allows neither a token nor the end"):
+            bad.result()
+    assert good.result().choices[0].text == running.ask().choices[0].text
     assert not running.batcher.jobs
-
-
-# ------------------------------------------------------------------------------------- its requests
-
-
-class Letters:
-    """A decoder whose tokens are letters."""
-
-    def push(self, ids):
-        return "".join(map(chr, ids))
-
-
-def request_of(decoder, stops: tuple[str, ...] = ()) -> Request:
-    return Request([1], Sampling(), 0, 99, decoder=decoder, stops=stops, shows_half=False)
-
-
-@pytest.mark.parametrize("text", ["a\u00e9", "\u20ac", "ok \U0001f600"])
-@pytest.mark.parametrize("ends", [True, False])
-def test_half_a_character_is_left_out(text, ends):
-    """At the last token and at an end of sequence, which has no bytes."""
-    letters = SimpleNamespace(piece=lambda id: bytes([id]) if id < 256 else b"", strips_space=False)
-    *data, last = text.encode()
-    for ids, want in ((data, text[:-1]), ([*data, last], text)):
-        request = request_of(StreamDecoder(letters, True))
-        for id in [*ids, 256] if ends else ids:
-            request.push(id)
-        request.close("stop" if ends else "length")
-        assert request.text == want
-
-
-@pytest.mark.parametrize("text, stops, want", [
-    ("abcabd.", ["abd"], ["", "", "", "abc"]), ("aab", ["ab"], ["", "a", ""]), ("abc", ["bd"], ["a", "", "bc"]),
-    ("xyz", ["z", "yz"], ["x", "", ""]), ("ab!", [], ["a", "b", "!"]), ("ab", ["abc"], ["", "", "ab"]),
-])  # fmt: skip
-def test_text_that_may_begin_a_stop_is_held_back(text, stops, want):
-    """A text that ends otherwise gets the part that was held back."""
-    request, told = request_of(Letters(), stops), []
-    for letter in text:
-        known = len(request.text)
-        if not request.stopped:
-            assert request.push(ord(letter)) == letter
-            told.append(request.text[known:])
-    stopped, known = request.stopped, len(request.text)
-    request.close("")
-    told.append(request.text[known:])
-    assert [t for t in told if t] == [t for t in want if t]
-    assert stopped == any(stop in text for stop in stops) and (not stopped or not told[-1])
 
 
 def test_who_leaves_frees_the_row(running):
     """In the middle of a stream, and while waiting for a whole answer."""
-    events = running.complete(max_tokens=400, stream=True, n=3)
+    events = running.ask(max_tokens=400, stream=True, n=3)
     next(iter(events))
     assert None not in running.batcher.scheduler.running
     events.close()
     wait_for(lambda: not running.batcher.jobs)
     assert max(map(len, running.batcher.scheduler.session.history)) < 300, "long before the end"
+    hasty = running.client.with_options(timeout=0.2)
     with pytest.raises(openai.APITimeoutError):
-        running.client.with_options(timeout=0.2).completions.create(
-            model="demo", prompt=PROMPT, max_tokens=400, n=3
-        )
+        hasty.completions.create(model="demo", prompt=PROMPT, max_tokens=400, n=3)
     wait_for(lambda: not running.batcher.jobs)
 
 
-def test_a_seed_is_drawn_and_told(running):
-    """Without one, and with -1, as front ends send it; the seed of an answer gives its text again."""
-    drawn = [running.complete(**options) for options in ({}, {"seed": -1}, {"seed": -1})]
-    assert len({answer.choices[0].text for answer in drawn}) == 3
-    for answer in drawn:
-        assert 0 <= answer.seed < 2**53  # whole in every client's numbers
-        assert running.complete(seed=answer.seed).choices[0].text == answer.choices[0].text
-    assert running.complete(seed=2**40).seed == 2**40
-    events = list(running.complete(seed=-1, stream=True))
-    (seed,) = {event.seed for event in events}
-    text = "".join(event.choices[0].text for event in events)
-    assert running.complete(seed=seed).choices[0].text == text
-
-
 def test_too_many_are_refused(running):
-    streams = [running.complete(max_tokens=400, stream=True, n=3) for _ in range(5)]
+    streams = [running.ask(max_tokens=400, stream=True, n=3) for _ in range(5)]
     try:
         with pytest.raises(openai.RateLimitError, match="answers wait already, 12 may"):
-            running.complete()
+            running.ask()
     finally:
         for stream in streams:
             stream.close()
     wait_for(lambda: not running.batcher.jobs)
-    assert running.complete(max_tokens=1).usage.completion_tokens == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_equal_answers_are_decoded_once(running, stream, monkeypatch):
-    """At temperature 0 n answers are copies; each counts."""
-    jobs = []
-    submit = running.batcher.submit
-    monkeypatch.setattr(running.batcher, "submit", lambda new: (jobs.extend(new), submit(new)))
-    options = {"temperature": 0, "stream": stream, "max_tokens": 9, "n": 3}
-    found = running.complete([PROMPT, PROMPT[:9]], **options)
-    texts = [""] * 6
-    for event in found if stream else [found]:
-        for choice in event.choices:
-            texts[choice.index] += choice.text
-    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] == texts[5]
-    assert sum(len(job.tokens) for job in jobs) <= 18 and len(jobs) == 2
-    assert stream or found.usage.completion_tokens > 18
+    assert running.ask(max_tokens=1).usage.completion_tokens == 1
 
 
 def test_a_mistake_of_the_server_is_json(running, monkeypatch):
@@ -478,9 +466,7 @@ def test_cycles_of_all_kinds_are_warm_before_a_request():
     serve.warm_other_modes(engine)
     (buffers,) = engine.free
     kinds = {key[0] for key in buffers.replays if isinstance(key[0], SamplingMode)}
-    assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, (
-        "the engine's own is warm already"
-    )
+    assert kinds == {SamplingMode.GREEDY, SamplingMode.TRUNCATED}, "the engine's own is warm"
 
 
 @pytest.mark.parametrize("part", ["step", "admit"])
@@ -488,11 +474,10 @@ def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running = Running()
     assert running.raw(b"", "/health", "GET") == (200, {"status": "ok"})
     monkeypatch.setattr(running.batcher.scheduler.session, part, lambda *_: 1 / 0)
-    with pytest.raises(
-        openai.InternalServerError, match="the decoding thread failed; see the terminal"
-    ):
-        running.complete()
-    with pytest.raises(serve.Refusal, match="the decoding thread failed") as refused:
+    failed = "the decoding thread failed; see the terminal"
+    with pytest.raises(openai.InternalServerError, match=failed):
+        running.ask()
+    with pytest.raises(serve.Refusal, match=failed) as refused:
         running.batcher.submit([])
     assert refused.value.status == 500 and "ZeroDivisionError" in capfd.readouterr().err
     with pytest.raises(serve.Refusal, match="decodes no answers") as refused:
@@ -503,33 +488,27 @@ def test_a_server_that_fails_says_so_and_ends(part, monkeypatch, capfd):
     running.close()
 
 
-def test_who_does_not_go_on_is_dropped(running, monkeypatch):
-    """One that sends half a body."""
-    monkeypatch.setattr(transport, "READ_S", 0.3)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as client:
-        client.sendall(head + b"Content-Length: 99\r\n\r\n{")
-        assert client.recv(12) == b"HTTP/1.1 408"
-    assert running.complete(max_tokens=1).usage.completion_tokens == 1
+def test_ctrl_c_ends_it():
+    """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
+    command = [sys.executable, SERVE, *ARGV, "--ignore_eos"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = next(line for line in server.stderr if "http" in line)  # or it has ended
+    port = int(line.partition("/v1")[0].rpartition(":")[2])
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    options = {"max_tokens": 2000, "n": 15, "stream": True}
+    events = iter(client.completions.create(model="demo", prompt=PROMPT, **options))
+    next(events)
+    server.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="the server is shutting down"):
+        list(events)
+    assert server.wait(120) == 130 and server.stderr.read() == ""
 
 
-@pytest.mark.parametrize("headers, status", [
-    ({"Content-Type": "application/json"}, 413), ({"Content-Type": "text/plain"}, 413), ({"Host": "example.org"}, 400),
-])  # fmt: skip
-def test_a_long_body_is_read_before_it_is_refused(running, headers, status):
-    """Each time, and the connection stays usable."""
-    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
-    for _ in range(2):
-        connection.request("POST", "/v1/completions", b" " * 9_000_000, headers)
-        answer = connection.getresponse()
-        assert answer.status == status and json.loads(answer.read())["error"]
-        connection.request("GET", "/health")
-        assert json.loads(connection.getresponse().read()) == {"status": "ok"}
-    connection.close()
-
+# ------------------------------------------------------------------------------------ who may ask
 
 KEY = {"Authorization": "Bearer secret"}
 FOREIGN = {"Host": "llm.example.org"}
+LOCKED = {"api_key": "secret"}
 
 
 @pytest.mark.parametrize("options, path, headers, status", [
@@ -537,14 +516,13 @@ FOREIGN = {"Host": "llm.example.org"}
     *[({}, "/v1/models", {"Host": host}, 200) for host in ("localhost", "127.0.0.1:1", "[::1]:1", "LocalHost", "localhost.:1", "")],
     *[({}, "/v1/models", {"Host": host}, 400) for host in ("example.org", "localhost.example.org:80", "localhost@example.org")],
     # behind a proxy: a request with the key may name any host; a page has no key, and its name is an option
-    *[({"api_key": "secret"}, path, FOREIGN | key, status) for path, key, status in (("/v1/models", KEY, 200), ("/v1/models", {}, 400), ("/", {}, 400))],
+    (LOCKED, "/v1/models", FOREIGN | KEY, 200), (LOCKED, "/v1/models", FOREIGN, 400), (LOCKED, "/", FOREIGN, 400),
     *[({"allowed_hosts": names}, "/v1/models", FOREIGN, status) for names, status in (("a.org, LLM.example.org", 200), ("*", 200), ("example.org", 400))],
-    ({"api_key": "secret", "allowed_hosts": "llm.example.org"}, "/", FOREIGN, 200),
-    # keys
-    *[({"api_key": "secret"}, "/v1/models", {"Authorization": brought}, status) for brought, status in (
+    (LOCKED | {"allowed_hosts": "llm.example.org"}, "/", FOREIGN, 200),
+    *[(LOCKED, "/v1/models", {"Authorization": brought}, status) for brought, status in (
         ("Bearer secret", 200), ("bearer secret", 200), ("BEARER \t secret ", 200), ("Bearer secrets", 401), ("Bearer secre", 401), ("Basic secret", 401), ("secret", 401), ("", 401))],
     ({}, "/v1/models/", {}, 200), ({}, "/v1/models/demo", {}, 200), ({}, "/v1/models/x", {}, 404),
-    ({"api_key": "secret"}, "/", {}, 200), ({"api_key": "secret"}, "/health", {}, 200),
+    (LOCKED, "/", {}, 200), (LOCKED, "/health", {}, 200), ({"host": "0.0.0.0"}, "/v1/models", FOREIGN, 200),
 ])  # fmt: skip
 def test_who_may_ask(running, options, path, headers, status):
     answer = client_of(running, **options).get(path, headers={"Host": "localhost", **headers})
@@ -561,6 +539,14 @@ def test_origins(running, origins):
         answer = client.options("/v1/chat/completions", headers=question)
         assert answer.headers.get("access-control-allow-origin") == allowed
         assert (answer.status_code == 200) == bool(allowed)
+
+
+def client_of(running, **options: str) -> TestClient:
+    """A client of a server's application with other options, without a socket."""
+    other = object.__new__(serve.Server)
+    other_config = replace(running.server.config, **options)
+    vars(other).update(vars(running.server) | {"config": other_config})
+    return TestClient(other.app())
 
 
 @pytest.mark.parametrize("option, value, found", [
@@ -581,12 +567,29 @@ def test_an_origin_or_host_that_can_never_match(option, value, found):
         assert (config.origins() if option == "cors" else config.hosts()) == found
 
 
-def client_of(running, **options: str) -> TestClient:
-    """A client of a server's application with other options, without a socket."""
-    other = object.__new__(serve.Server)
-    other_config = replace(running.server.config, **options)
-    vars(other).update(vars(running.server) | {"config": other_config})
-    return TestClient(other.app())
+def test_who_does_not_go_on_is_dropped(running, monkeypatch):
+    """One that sends half a body."""
+    monkeypatch.setattr(transport, "READ_S", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
+        client.sendall(head + b"Content-Length: 99\r\n\r\n{")
+        assert client.recv(12) == b"HTTP/1.1 408"
+    assert running.ask(max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("headers, status", [
+    ({"Content-Type": "application/json"}, 413), ({"Content-Type": "text/plain"}, 413), ({"Host": "example.org"}, 400),
+])  # fmt: skip
+def test_a_long_body_is_read_before_it_is_refused(running, headers, status):
+    """Each time, and the connection stays usable."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", b" " * 9_000_000, headers)
+        answer = connection.getresponse()
+        assert answer.status == status and json.loads(answer.read())["error"]
+        connection.request("GET", "/health")
+        assert json.loads(connection.getresponse().read()) == {"status": "ok"}
+    connection.close()
 
 
 def test_a_silent_stream_has_comments(running, monkeypatch):
@@ -598,12 +601,8 @@ def test_a_silent_stream_has_comments(running, monkeypatch):
     connection.request("POST", "/v1/completions", json.dumps(body), head)
     assert b"\n\n: still reading" in b"\n\n" + connection.getresponse().read()
     connection.close()
-    events = running.complete(seed=3, stream=True)
-    assert "".join(event.choices[0].text for event in events) == running.own([PROMPT], 3).text[0]
-
-
-def test_addresses_of_this_machine():
-    assert transport.is_loopback("::1") and not transport.is_loopback("0.0.0.0")
+    text, _ = in_parts([*running.ask(stream=True)], 0)
+    assert text == running.ask().choices[0].text
 
 
 @pytest.mark.parametrize("host, remedy", [
@@ -622,26 +621,7 @@ def test_an_address_that_cannot_be_had_is_one_line(host, remedy, capsys):
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_ipv6():
-    with serve.listen(
-        parse(serve.ServeConfig, "serve.py", "", ["--host", "::1", "--port", "0"])
-    ) as found:
+    argv = ["--host", "::1", "--port", "0"]
+    with serve.listen(parse(serve.ServeConfig, "serve.py", "", argv)) as found:
         assert found.family == socket.AF_INET6
-
-
-def test_ctrl_c_ends_it(tmp_path):
-    """Among answers that no load brings to their end before: 2,000 tokens each, more than fit."""
-    server = subprocess.Popen(
-        [sys.executable, SERVE, *ARGV, "--ignore_eos"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    line = next(line for line in server.stderr if "http" in line)  # or it has ended
-    port = int(line.partition("/v1")[0].rpartition(":")[2])
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    options = {"max_tokens": 2000, "n": 15, "stream": True}
-    events = iter(client.completions.create(model="demo", prompt=PROMPT, **options))
-    next(events)
-    server.send_signal(signal.SIGINT)
-    with pytest.raises(openai.APIError, match="the server is shutting down"):
-        list(events)
-    assert server.wait(120) == 130 and server.stderr.read() == ""
+    assert transport.is_loopback("::1")

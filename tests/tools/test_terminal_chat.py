@@ -1,4 +1,4 @@
-"""The chat of --interactive on a terminal: a pseudo-terminal types, and its screen is read."""
+"""The chat of --interactive on a terminal: a pseudo-terminal types keys, and its screen is read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ import pytest
 
 from helpers import copy_operators
 from options import ROOT
+from served import OPENS, demo_with
 
-DEMO = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(ROOT / "checkpoints/demo")]
-DEMO += ["--interactive", "--compile", "--max_new_tokens", "12"]
-DEMO += ["--tree", "dynamic"]  # drafts, whether it pays on this machine or not
 WAIT_S = 60
 # where prompt_toolkit puts the cursor; colours and marks of pastes are read
 CURSOR = re.compile(r"\x1b\[(?:\??(?:1|7|12|25)[hl]|\d*[A-DGJK]|0m)|\r(?=\r)|\x08")
+PASTE = "\x1b[200~{}\x1b[201~\r"  # as terminals send a paste
+# patterns of a screen: a prompt, an answer and a prompt, an answer that has begun, the first bytes
+READY, DONE, BEGUN, LOADING = "> ?$", r"tokens/s[^>]*> ?$", r"2004l.*2004h[^\x1b]*[a-z]", r"\x1b\[\?2004h"  # fmt: skip
+Steps = list[tuple[str, str]]
+
+
+def command(most: int = 12, checkpoint: Path = ROOT / "checkpoints/demo") -> list[str]:
+    """A chat with the demo that drafts, whether it pays on this machine or not."""
+    flags = f"--interactive --compile --max_new_tokens {most} --tree dynamic"
+    program = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(checkpoint)]
+    return [*program, *flags.split()]
 
 
 class Terminal:
@@ -41,7 +50,7 @@ class Terminal:
         self.read = 0  # characters of the text that were returned
 
     def type(self, text: str) -> None:
-        os.write(self.screen, text.encode())
+        os.write(self.screen, text.encode(errors="surrogateescape"))
 
     def read_to(self, pattern: str) -> str:
         """Return the screen up to a pattern."""
@@ -69,181 +78,155 @@ class Terminal:
         return os.waitstatus_to_exitcode(ended[1])
 
 
-@pytest.fixture
-def terminal():
-    talk = Terminal(DEMO)
-    talk.read_to("> ?$")
-    talk.type("/drafts\r")
-    talk.read_to("by others[^>]*> ?$")
-    yield talk
-    talk.type("\x15\x04")
+def chat(
+    steps: Steps, argv: list[str] | None = None, leave: str = "/bye\r", **env: str
+) -> list[str]:
+    """Type keys, each when the screen shows what is before. Returns: the screen behind each step."""  # fmt: skip
+    talk = Terminal(argv or command(), **env)
+    screens = []
+    for keys, pattern in steps:
+        talk.type(keys)
+        screens.append(talk.read_to(pattern))
+    talk.type(leave)
     assert talk.close() == 0
+    return screens
 
 
-PASTE = "\x1b[200~{}\x1b[201~\r"  # as terminals send a paste
+def messages(file: Path) -> list[dict]:
+    return json.loads(file.read_text(encoding="utf-8"))["messages"]
 
 
-def test_pastes_keys_and_colours(terminal, tmp_path):
+def test_pastes_keys_and_colours(tmp_path):
     """A paste of three lines is one turn, one of 6,020 characters is complete; drafts are coloured."""
-    terminal.type(PASTE.format("def a():\rx = 1\ry = 2"))
-    screen = terminal.read_to(r"tokens/s[^>]*> ?$")
+    file = tmp_path / "c.json"
+    steps = [
+        ("", READY),
+        ("/drafts\r", "by others[^>]*> ?$"),
+        (PASTE.format("def a():\rx = 1\ry = 2"), DONE),
+        ("/clear\r" + PASTE.format("x" * 6020), r"(tokens/s|the context holds)[^>]*> ?$"),
+        ("/claer\x1b[D\x1b[D\x1b[D\x1b[3~a\r", "there is no /"),  # an arrow key moves in the line
+        ("", READY),
+        ('/clear\r"""one\rtwo"""\r', DONE),
+        (f"/save {file}\r", r"1 turn\(s\) in"),
+    ]
+    screen = chat(steps, leave="\x15\x04")[2]
     assert screen.count("tokens/s") == 1 and "[cut at 12 tokens: --max_new_tokens]" in screen
     assert "\x1b[32m" in screen or "\x1b[36m" in screen, "the demo's head drafts what is accepted"
-    terminal.type("/clear\r" + PASTE.format("x" * 6020))
-    terminal.read_to(r"(tokens/s|the context holds)[^>]*> ?$")
-    terminal.type("/claer\x1b[D\x1b[D\x1b[D\x1b[3~a\r")  # an arrow key moves in the line
-    terminal.read_to(r"there is no /")
-    terminal.read_to("> ?$")
-    terminal.type('/clear\r"""one\rtwo"""\r')
-    terminal.read_to(r"tokens/s[^>]*> ?$")
-    file = tmp_path / "c.json"
-    terminal.type(f"/save {file}\r")
-    terminal.read_to(r"1 turn\(s\) in")
-    said = json.loads(file.read_text())["messages"]
+    said = messages(file)
     assert [m["role"] for m in said] == ["user", "assistant"] and said[0]["content"] == "one\ntwo"
 
 
-def test_retry_load_and_stop(terminal, tmp_path):
+def test_retry_load_and_stop(tmp_path):
     """The greedy answer again; a conversation from a file; a wrong file leaves the chat."""
-    terminal.type("def a():\r")
-    terminal.read_to(r"tokens/s[^>]*> ?$")
     files = [tmp_path / "1.json", tmp_path / "2.json"]
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"messages": [{"role": "robot", "content": ""}]}')
+    steps = [("", READY), ("def a():\r", DONE)]
     for file in files:
-        terminal.type(f"/save {file}\r")
-        terminal.read_to(r"turn\(s\) in[^>]*> ?$")
-        terminal.type("/retry\r")
-        terminal.read_to(r"tokens/s[^>]*> ?$")
+        steps += [(f"/save {file}\r", r"turn\(s\) in[^>]*> ?$"), ("/retry\r", DONE)]
+    steps += [
+        (f"/load {bad}\r/load {files[0]}\r", r"is\s+no\s+conversation"),
+        ("", r"1 turn\(s\) of"),
+    ]
+    chat(steps)
     assert files[0].read_text() == files[1].read_text()
-    (tmp_path / "bad.json").write_text('{"messages": [{"role": "robot", "content": ""}]}')
-    terminal.type(f"/load {tmp_path / 'bad.json'}\r/load {files[0]}\r")
-    terminal.read_to(r"is\s+no\s+conversation")
-    terminal.read_to(r"1 turn\(s\) of")
 
 
 def test_no_colours_where_they_are_unwanted():
-    talk = Terminal(DEMO, NO_COLOR="1")
-    talk.read_to("Ctrl-D to leave")
-    talk.type("/drafts\rdef a():\r")
-    screen = talk.read_to("there are no colours here.*tokens/s")
-    talk.type("/bye\r")
-    assert talk.close() == 0 and "\x1b[3" not in screen
+    """A lone slash is no turn. The banner and an answer keep to the width."""
+    steps = [("", READY), ("/\r", r"begins a command; /help.*> ?$"), ("/drafts\r", "there are no colours here"), ("# The quick brown fox\r", DONE)]  # fmt: skip
+    screens = chat(steps, command(200), NO_COLOR="1", COLUMNS="60")
+    assert "\x1b[3" not in "".join(screens)
+    lines = re.sub(r"\x1b\[[?\d]*\w", "", screens[0] + screens[3]).splitlines()
+    assert max(map(len, lines)) < 60
 
 
 def test_keys_typed_during_an_answer_wait():
     """A next question and Ctrl-D, unseen until the prompt: no key is lost, and nothing hangs."""
-    talk = Terminal([word if word != "12" else "300" for word in DEMO])
-    talk.read_to("> ?$")
-    talk.type("def a():\r")
-    talk.read_to(r"2004l.*2004h[^\x1b]*[a-z]")
-    talk.type("def again():\r\x04")
-    answer = talk.read_to("tokens/s")
-    assert "again" not in answer
-    talk.read_to(r"> def again\(\):.*tokens/s")
-    assert talk.close() == 0
-
-
-LONG = [word if word != "12" else "1800" for word in DEMO]
-ANSWERS = r"2004l.*2004h[^\x1b]*[a-z]"  # an answer has begun
+    steps = [("", READY), ("def a():\r", BEGUN), ("def again():\r\x04", "tokens/s"), ("", r"> def again\(\):.*tokens/s")]  # fmt: skip
+    assert "again" not in chat(steps, command(300), leave="")[2]
 
 
 def test_a_paste_while_it_is_busy_is_one_turn(tmp_path):
     """While the model is loaded, and while an answer is written; with and without Enter behind it."""
     lines = "".join(f"line {i}\r" for i in range(12))
-    talk = Terminal(DEMO)
-    talk.read_to(re.escape("\x1b[?2004h"))  # the first that it writes
-    talk.type(PASTE.format(lines).removesuffix("\r"))
-    screen = talk.read_to("line 11")
+    during = PASTE.format("two\rlines") + "/clear\r" + PASTE.format("a\rb")
+    steps = [
+        ("", LOADING),
+        (PASTE.format(lines).removesuffix("\r"), "line 11"),
+        ("\r", BEGUN),
+        (during, r"two\r\nlines.*tokens/s.*> /clear.*> a\r\nb.*tokens/s[^>]*> ?$"),
+    ]
+    screen = chat(steps, leave=f"/save {tmp_path / 'c.json'}\r/bye\r")[1]
     assert "Ctrl-D to leave" in screen and "tokens/s" not in screen
-    talk.type("\r")
-    talk.read_to(ANSWERS)
-    talk.type(PASTE.format("two\rlines") + "/clear\r" + PASTE.format("a\rb"))
-    talk.read_to(r"two\r\nlines.*tokens/s.*> /clear.*> a\r\nb.*tokens/s[^>]*> ?$")
-    talk.type(f"/save {tmp_path / 'c.json'}\r/bye\r")
-    assert talk.close() == 0
-    said = json.loads((tmp_path / "c.json").read_text())["messages"]
-    assert [m["content"] for m in said[::2]] == ["a\nb"]
+    assert [m["content"] for m in messages(tmp_path / "c.json")[::2]] == ["a\nb"]
 
 
 def test_ctrl_c_drops_what_waits():
     """Lines and a paste that is longer than a terminal's own buffer; the chat goes on."""
-    talk = Terminal(LONG)
-    talk.read_to("> ?$")
-    talk.type("def a():\r")
-    talk.read_to(ANSWERS)
-    talk.type("one\rtwo\r" + PASTE.format("line\r" * 2000) + "\x03")
-    talk.read_to(r"\[stopped; 200[23] waiting line\(s\) dropped\][^>]*> ?$")
-    talk.type("/bye\r")
-    assert talk.close() == 0
+    waits = "one\rtwo\r" + PASTE.format("line\r" * 2000) + "\x03"
+    dropped = r"\[stopped; 200[23] waiting line\(s\) dropped\][^>]*> ?$"
+    chat([("", READY), ("def a():\r", BEGUN), (waits, dropped)], command(1800))
 
 
 def test_no_shell_gets_what_waits():
     """A kill while an answer is written: the terminal is as before, and nothing is left in it."""
-    script = f"{shlex.join(LONG)}; echo ended $?; stty -a; read -r line; echo got $line"
+    script = f"{shlex.join(command(1800))}; echo ended $?; stty -a; read -r line; echo got $line"
     talk = Terminal(["/bin/sh", "-c", script])
-    talk.read_to("> ?$")
+    talk.read_to(READY)
     talk.type("def a():\r")
-    talk.read_to(ANSWERS)
+    talk.read_to(BEGUN)
     talk.type("rm -rf x\r" * 3)
     time.sleep(0.2)
     children = Path(f"/proc/{talk.pid}/task/{talk.pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGTERM)
-    screen = talk.read_to("ended 143.* icanon .* echo ")
-    assert "\x1b[?2004l" in screen
+    assert "\x1b[?2004l" in talk.read_to("ended 143.* icanon .* echo ")
     talk.type("mine\r")
     talk.read_to("got mine")
-    assert talk.close() == 0
-
-
-def test_a_screen_has_whole_words_and_short_lines():
-    """The banner and an answer keep to the width; a lone slash is no turn."""
-    talk = Terminal([word if word != "12" else "200" for word in DEMO], COLUMNS="60")
-    banner = talk.read_to("> ?$")
-    talk.type("/\r")
-    assert "begins a command; /help" in talk.read_to("> ?$")
-    talk.type("# The quick brown fox\r")
-    screen = banner + talk.read_to(r"tokens/s.*> ?$")
-    assert max(map(len, re.sub(r"\x1b\[[?\d]*\w", "", screen).splitlines())) < 60
-    talk.type("/bye\r")
     assert talk.close() == 0
 
 
 def test_lines_of_earlier_chats_come_back(tmp_path):
     """By an arrow key. Those typed ahead are kept too, a paste of several lines among them."""
     copy_operators(tmp_path)
-    for first in (True, False):
-        talk = Terminal(DEMO, XDG_CACHE_HOME=str(tmp_path))
-        talk.read_to(re.escape("\x1b[?2004h"))
-        if first:
-            talk.type("/set seed é\r" + PASTE.format("/not\rone line"))  # while it is loaded
-            talk.read_to("it is 'é'.*tokens/s[^>]*> ?$")
-        else:
-            talk.read_to("> ?$")
-            talk.type("\x1b[A" * 4 + "\r")
-            talk.read_to("it is 'é'[^>]*> ?$")
-        talk.type("/bye\r")
-        assert talk.close() == 0
-    lines = re.findall("^[+](.*)", (tmp_path / "gpt-eagle" / "history").read_text(), re.MULTILINE)
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    ahead = "/set seed é\r" + PASTE.format("/not\rone line")  # while it is loaded
+    chat([("", LOADING), (ahead, "it is 'é'.*tokens/s[^>]*> ?$")], **home)
+    chat([("", READY), ("\x1b[A" * 4 + "\r", "it is 'é'[^>]*> ?$")], **home)
+    file = tmp_path / "gpt-eagle" / "history"
+    lines = re.findall("^[+](.*)", file.read_text(), re.MULTILINE)
     assert lines == ["/set seed é", "/not", "one line", "/bye", "/set seed é", "/bye"]
-    assert (tmp_path / "gpt-eagle" / "history").stat().st_mode & 0o777 == 0o600
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_chat_goes_on_where_no_line_can_be_kept(tmp_path):
     (tmp_path / "gpt-eagle").touch()
-    talk = Terminal(DEMO, XDG_CACHE_HOME=str(tmp_path), CXX="none")
-    talk.read_to("lines are not kept for the next chat: File exists[^>]*> ?$")
-    talk.type("/bye\r")
-    assert talk.close() == 0
+    told = "lines are not kept for the next chat: File exists[^>]*> ?$"
+    chat([("", told)], XDG_CACHE_HOME=str(tmp_path), CXX="none")
 
 
 def test_letters_of_others_in_the_c_locale(tmp_path):
     """On a narrow terminal. Bytes that are no letters are refused, and the chat goes on."""
-    talk = Terminal(DEMO, LC_ALL="C", COLUMNS="40")
-    talk.read_to("> ?$")
-    os.write(talk.screen, b"\xff\xfea\r")
-    talk.read_to("half a character[^>]*> ?$")
-    talk.type("é ü €\r")
-    talk.read_to("tokens/s[^>]*> ?$")
-    talk.type(f"/save {tmp_path / 'c.json'}\r/bye\r")
+    steps = [("", READY), ("\udcff\udcfea\r", "half a character[^>]*> ?$"), ("é ü €\r", DONE)]
+    leave = f"/save {tmp_path / 'c.json'}\r/bye\r"
+    chat(steps, leave=leave, LC_ALL="C", COLUMNS="40")
+    assert messages(tmp_path / "c.json")[0]["content"] == "é ü €"
+
+
+@pytest.mark.parametrize("plain, interactive", [(False, True), (True, False)])
+def test_the_thinking_is_dimmed(plain, interactive, tmp_path):
+    """Without colours the text is there as it is."""
+    text = "Two and two.\n</think>\n\nFour: 4."
+    (tmp_path / "answer.lark").write_text(f"start: {json.dumps(text)}")
+    argv = command(400, demo_with(tmp_path, OPENS))
+    argv += ["--chat", "--grammar", str(tmp_path / "answer.lark")]
+    if not interactive:
+        argv[argv.index("--interactive")] = "--prompt=2+2?"
+    talk = Terminal(argv, **({"NO_COLOR": "1"} if plain else {}))
+    if interactive:
+        talk.read_to(READY)
+        talk.type("2+2?\r/bye\r")
+    talk.read_to("tokens/s")
     assert talk.close() == 0
-    said = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
-    assert said["messages"][0]["content"] == "é ü €"
+    seen = talk.bytes.decode().replace("\r\n", "\n").replace("\x1b[0m\x1b[2m", "")  # pieces are one
+    assert (f"{text}\n" if plain else "\x1b[2mTwo and two.\x1b[0m\n\nFour: 4.\n") in seen

@@ -1,6 +1,6 @@
-"""Requests as clients send them: fields that a template reads, values that change nothing, and refusals by name.
+"""What requests may say: a row a request, read or refused; prompts are those of transformers.
 
-Prompts are compared with transformers' own rendering of the same messages.
+Tables: prompts of templates, parameters of answers, what agents and clients send, and refusals.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sentencepiece as spm
@@ -21,9 +22,10 @@ import transformers  # noqa: E402
 from tokenizers import Tokenizer as Backend  # noqa: E402
 from tokenizers import models  # noqa: E402
 
-from drafts.grammar import Grammar, schema_of  # noqa: E402
+from drafts.grammar import Grammar  # noqa: E402
 from run.generate import encode, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
+from served import CHAT, COMPLETION, RESPONSE, Running, demo_with, of_schema  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
 from server.bodies import Chat, Completion  # noqa: E402
 from server.options import ServeConfig  # noqa: E402
@@ -35,6 +37,7 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- if m.name is defined %} ({{ m.name }}){% endif %}
 {%- if m.reasoning_content is string %}<think>{{ m.reasoning_content }}</think>{% endif %}
 {%- if m.weight is defined %} x{{ m.weight }}{% endif %} {{ m.content }}
+{%- if m.role == 'tool' and 'bad' in m.content %}{{ raise_exception('no such words') }}{% endif %}
 {% for c in m.tool_calls or [] %}<tool_call>
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
 </tool_call>{% endfor %}{% endfor %}
@@ -43,52 +46,31 @@ TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages 
 {%- endif %}"""
 USER = {"role": "user", "content": "What time is it?"}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
+KINDS = {Completion: COMPLETION, Chat: CHAT, Responses: RESPONSE}
+LEAST = {Completion: {"prompt": "a"}, Chat: {"messages": [USER]}, Responses: {"input": "a"}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("template")
-    for file in Path(DEMO).iterdir():
-        (root / file.name).symlink_to(file.resolve())
-    (root / "chat_template.jinja").write_text(TEMPLATE)
-    return root
+    return demo_with(tmp_path_factory.mktemp("template"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def reader(folder) -> RequestReader:
-    config = ServeConfig(checkpoint=str(folder), device="cpu", chat="", draft="none", batch_size=1)
-    return RequestReader(load(config), config, "demo")
+def running(folder):
+    running = Running("--checkpoint", str(folder), "--chat")
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="module")
-def rendered(reader):
-    """The ids of the prompt that transformers renders."""
-    tokenizer = reader.engine.tokenizer
-    backend = transformers.PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
-
-    def render(messages, tools=None, **variables) -> list[int]:
-        text = backend.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=TEMPLATE,
-            add_generation_prompt=True,
-            tokenize=False,
-            **variables,
-        )
-        return tokenizer.encode(text, bos=False, special=True)
-
-    return render
+def reader(running) -> RequestReader:
+    """A reader whose own options are those that nobody has named."""
+    config = replace(running.server.config, temperature=0.0, max_new_tokens=2048)
+    return RequestReader(running.engine, config, "demo")
 
 
 def prompt(reader, messages, **body) -> list[int]:
     return reader.read(Chat, {"messages": messages, **body}).prompts[0]
-
-
-def refused(reader, **body) -> str:
-    """The message of a refusal."""
-    with pytest.raises(Refusal) as error:
-        reader.read(Chat, {"messages": [USER], **body})
-    return str(error.value)
 
 
 # ----------------------------------------------------------------------------- prompts of templates
@@ -129,12 +111,13 @@ PROMPTS = [  # the fields of a request; the messages and variables that the temp
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_a_prompt_is_what_transformers_renders(reader, rendered, number):
+def test_a_prompt_is_what_transformers_renders(reader, number):
     body, messages, variables = PROMPTS[number]
-    found = prompt(reader, **body)
-    assert found == rendered(messages, **variables)
-    plain = [{"role": m["role"], "content": m["content"]} for m in messages]
-    assert number or found != rendered(plain), "the fields are seen"
+    backend = transformers.PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
+    options = {"chat_template": TEMPLATE, "add_generation_prompt": True, "tokenize": False}
+    text = backend.apply_chat_template(messages, **options, **variables)
+    assert prompt(reader, **body) == reader.engine.tokenizer.encode(text, bos=False, special=True)
+    assert any(said in text for said in ("(Ann)", "[assistant]")), "the fields are seen"
 
 
 def test_a_program_names_control_tokens_and_a_user_does_not(reader):
@@ -164,36 +147,11 @@ def test_the_oldest_turns_are_left_out_where_asked(reader):
     assert fit([system, *turns], max_tokens=10).dropped < found.dropped, "a short answer needs less"
     long = {**USER, "content": "x = 1\n" * 9000}
     for body in ({}, {"truncation": "auto"}):
-        assert "maximum context length" in refused(reader, messages=[*turns, long], **body)
+        with pytest.raises(Refusal, match="maximum context length"):
+            prompt(reader, [*turns, long], **body)
     ids = [3 + i % 90 for i in range(reader.engine.context + 50)]
     found = reader.read(Completion, {"prompt": ids, "truncation": "auto", "max_tokens": 10})
     assert found.dropped == 60 and found.prompts == [ids[60:]]
-
-
-def test_messages_to_a_client_name_no_file_and_no_option(folder, reader):
-    """They have neither: of a template that fails, a system message, tools, a schema, the context."""
-    text = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}{% if m.role == 'tool' or 'bad' in m.content %}{{ raise_exception('no such words') }}{% endif %}")  # fmt: skip
-    (folder / "chat_template.jinja").unlink()
-    (folder / "chat_template.jinja").write_text(text)
-    config = replace(reader.config, system=None)
-    strict = RequestReader(load(config), config, "demo")
-    plain = RequestReader(replace(reader.engine, config=replace(config, chat="none")), config, "d")
-    mistral = replace(config, chat="mistral")
-    fixed = RequestReader(load(mistral), mistral, "demo")
-    system = {"role": "system", "content": "bad"}
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "banana"}}}
-    for own, body in (
-        (strict, {"messages": [{**USER, "content": "bad"}]}),
-        (strict, {"messages": [system, USER]}),
-        (strict, {"messages": [USER], "tools": [NOW]}),
-        (strict, {"messages": [USER], "response_format": schema}),
-        (fixed, {"messages": [system, USER]}),
-        (fixed, {"messages": [USER], "tools": [NOW]}),
-        (fixed, {"messages": [USER, calls({}), RESULT]}),
-        (plain, {"messages": [USER]}),
-    ):
-        said = refused(own, **body)
-        assert str(folder) not in said and "--" not in said, said
 
 
 # --------------------------------------------------------------------------- parameters of answers
@@ -215,6 +173,9 @@ READ = [  # the fields of a completion; what is read of it
     ({"stop": STOPS}, {"stops": STOPS}), ({"stop": ["", "b", ""]}, {"stops": ["b"]}), ({"stop": "a"}, {"stops": ["a"]}),
     ({"prompt": ["def", [3, 4.0]], "add_special_tokens": False}, {"prompts": [[329], [3, 4]]}),
     ({"max_tokens": -1}, {"most": 2048}), ({"n_predict": 3}, {"most": 3}), ({"seed": -2}, {"seed": 2**64 - 2}),
+    # bounds that may be reached
+    ({"n": 15, "temperature": 2, "logprobs": 20, "top_k": 2**31 - 1, "seed": 2**64 - 1, "max_tokens": 1}, {"most": 1}),
+    ({"stop": ["a" * 256] * 256, "seed": -(2**63), "draft_tokens": 0}, {"draft_limits": [0]}),
 ]  # fmt: skip
 
 
@@ -224,21 +185,23 @@ def test_parameters_by_the_names_of_openai_vllm_and_llama_cpp(reader, number):
     body, want = READ[number]
     found = reader.read(Completion, {"prompt": "def"} | body)
     assert {name: getattr(found, name) for name in want} == want
+    penalised = RequestReader(reader.engine, replace(reader.config, repetition_penalty=1.3), "demo")
+    sampling = penalised.read(Completion, {"prompt": "def"} | body).sampling
+    named = {"repetition_penalty", "repeat_penalty"} & body.keys()
+    assert sampling == (
+        found.sampling if named else found.sampling._replace(repetition_penalty=1.3)
+    )
 
 
-@pytest.mark.parametrize("kind", [Chat, Completion])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_parameters_are_ignored_and_told_once(reader, kind, capsys):
     """Whatever their value, as they change nothing."""
-    source = {"messages": [USER], "prompt": "a", "seed": 1}
-    del source["prompt" if kind is Chat else "messages"]
+    source = LEAST[kind] | {"seed": 1}
     others = {"user": "u", "store": True, f"{kind.__name__}\n": {"a": [1]}, "cache_prompt": False}
     for _ in range(2):
         assert reader.read(kind, source | others)[1:] == reader.read(kind, source)[1:]
     told = f"note: ignored in requests: {kind.__name__}\\n, cache_prompt, store, user\n"
     assert capsys.readouterr().err == told
-    other = RequestReader(reader.engine, replace(reader.config, repetition_penalty=1.3), "demo")
-    assert other.read(kind, source).sampling.repetition_penalty == 1.3
-    assert other.read(kind, source | {"repetition_penalty": 1}).sampling == Sampling()
 
 
 # ------------------------------------------------------------------------------- requests of agents
@@ -313,23 +276,134 @@ def test_what_agents_and_clients_send(reader, number, capsys):
     assert err == ([f"note: ignored in requests: {told}"] if told else [])
 
 
+# -------------------------------------------------------------------------------------- refusals
+
+TOLD = {"role": "tool", "tool_call_id": "c1", "content": "x"}
+CALLS = {"role": "assistant", "tool_calls": [CALL]}
+UNIQUE = {"type": "array", "uniqueItems": True}
+ALONE = {"role": "assistant", "content": "a"}
+
+
+def typed(form: str, **more: Any) -> dict:
+    return {"response_format": {"type": form, **more}}
+
+
+# by field, values that it may not have: the message names the field, and shows the value or what may be there
+VALUES: dict[type, dict[str, list]] = {
+    Completion: {
+        "prompt": [[], [1, "a"], {"a": 1}, [3.5], [10**9]], "n": [0, 99, "x"], "max_tokens": [0, -2, 2**31], "logprobs": [21, True],
+        "draft": [0], "stream": ["yes"], "trees": [1], "do_sample": [1], "seed": [1.5, 2**64, -(2**63) - 1], "temperature": [-1, "0.5", True, 10**400, 2.1],
+        "top_p": [0, [1]], "min_p": [1.1], "top_k": [2.5, -2, 2**31], "stop": [["a"] * 257, "a" * 257, [1]], "stream_options": [1, {"include_usage": 1}],
+        "frequency_penalty": ["0.5"], "presence_penalty": [1e300], "dry_base": [9], "repeat_last_n": [1.5], "typical_p": [0], "min_tokens": [-1],
+        "logit_bias": [[[5, 1]], {"a": 1}, {"5": 101}, {"5": True}, {"999999": 1}, {str(n): 1 for n in range(1025)}],
+        "bad_words": [[1], ["a"] * 65, ["ab" * 99]], "allowed_token_ids": [["a"]], "dry_sequence_breakers": [[1]], "draft_tokens": [-1, True, "chain:4", "9" * 10**4],
+        **{name: [value] for name, value in [("suffix", "a"), ("echo", True), ("ignore_eos", True), ("guided_json", {"a": 1}), ("mirostat", 2), ("n_probs", 5), ("functions", [1])]},
+        "response_format": ["json", {"type": "xml"}, {"type": "json_schema"}, of_schema([])], "truncation": ["oldest"],
+    },
+    Chat: {
+        "messages": [[], "hi", [{"role": "user"}], [1], [{"role": "judge", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}],
+                     [USER, CALLS | {"tool_calls": [1]}], [CALLS | {"role": "user", "content": "a"}], [USER, CALLS | {"tool_calls": [CALL | {"function": {"name": "now", "arguments": "{"}}]}],
+                     [USER, CALLS | {"tool_calls": [{"function": CALL["function"]}]}]],
+        "logprobs": [1], "top_logprobs": [2, 21], "reasoning_effort": [3], "think": ["no"], "parallel_tool_calls": [1],
+        "chat_template_kwargs": [[1], {"messages": 1}, {"tools": 1}, {"self": 1}], "continue_final_message": [True], "add_generation_prompt": [False],
+        "tools": [1, [1], [{"function": {"name": "a b"}}], [{"function": {"name": "m" * 129}}], [TOOL] * 2, [{"function": {"name": "a", "parameters": {"type": "array"}}}]],
+    },
+    Responses: {"n": [2], "tools": [4], "text": [3], "input": [[], 7, [{"type": "computer_call"}]]},
+}  # fmt: skip
+# the kind, the fields; the parameter, the words of the rule and the remedy
+REFUSED = [
+    (Completion, {"prompt": None}, "prompt", "prompt is missing"), (Completion, {"prompt": []}, "prompt", "the prompt is empty"),
+    (Completion, {"prompt": ["a"] * 16}, "n", "at most 15 answers .* 16 are asked for; lower n, or send fewer prompts"),
+    (Completion, {"n": 0}, "n", "n should be greater than or equal to 1; it is 0"), (Completion, {"max_tokens": 0}, "max_tokens", "should be at least 1; it is 0"),
+    (Completion, {"do_sample": True, "temperature": 0}, "do_sample", "needs a temperature above 0; raise it, or leave"),
+    (Completion, {"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repetition_penalty", "another name of repetition_penalty; give one"),
+    (Completion, {"allowed_token_ids": [281], "bad_words": ["self"]}, "allowed_token_ids", "leave one out"),
+    (Completion, {"prompt": ["a", "b"], "draft_tokens": [0]}, "draft_tokens", "there are 2 prompts; give one for each"),
+    (Completion, {"draft": False, "draft_tokens": 4}, "draft", "leave draft_tokens out"),
+    (Completion, {"echo": True}, "echo", "echo = true is not served; leave it out"),
+    *[(Completion, typed(form, **{name: {}}), "response_format", f"of type {form} has no {name}; leave that out")
+      for form, name in (("json_object", "json_schema"), ("text", "schema"), ("json_schema", "schema"))],
+    (Completion, typed("json_object", schema="a"), "response_format", "must be of type text"),
+    (Completion, {"response_format": of_schema(UNIQUE)}, "response_format", "uniqueItems"), (Completion, {"response_format": of_schema({"enum": []})}, "response_format", "anyOf is empty"),
+    (Chat, {"messages": [ALONE]}, "messages", "no message before the assistant's; send the user's, too"), (Chat, {"messages": [USER, TOLD]}, "messages", "the tool_call_id of a call before it"),
+    (Chat, {"messages": [USER, ALONE], "continue_final_message": False}, "continue_final_message", "must be true"),
+    (Chat, {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "cannot set tools; leave that out"),
+    *[(Chat, {"tools": [TOOL], "tool_choice": bad}, "tools", words) for bad, words in [
+        ("any", "must be one of"), ({"type": "function"}, "must be one of"), ({"type": "function", "function": {"name": "x"}}, "must name one of"), ({"type": "allowed_tools"}, "needs a list of tools")]],
+    (Chat, {"tool_choice": "required"}, "tools", "needs tools; give them, or leave it out"), (Responses, {"tool_choice": "required"}, "tools", "needs tools"),
+    (Chat, {"tools": [{"function": {"name": "a", "parameters": {"type": "object", "properties": {"x": UNIQUE}}}}], "tool_choice": "required"}, "tools", "uniqueItems"),
+    (Chat, {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "cannot go with tools; leave one out"),
+    (Chat, {"messages": [USER, calls({}), TOLD | {"content": "bad"}]}, "messages", "no such words"),
+    *[(Responses, fields, "input", words) for fields, words in [
+        ({"input": None}, "input must be a text"), ({"previous_response_id": "r"}, "not stored here; send"), ({"conversation": "r"}, "not stored here"), ({"background": True}, "is not served"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "items are not stored here; send them as they came")]],
+    (Responses, {"input": [{"role": "assistant"}]}, "messages", "no message before"),
+    (Responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages", "a part of type input_image is not served; send text alone"),
+]  # fmt: skip
+WRONG = [(kind, {name: value}, name, name) for kind, named in VALUES.items() for name, values in named.items() for value in values]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED + WRONG)))
+def test_a_request_is_refused(reader, number):
+    """In one line, with the parameter; no long value is repeated, and no option or file named."""
+    kind, fields, param, words = (REFUSED + WRONG)[number]
+    body = {name: value for name, value in (LEAST[kind] | fields).items() if value is not None}
+    with pytest.raises(Refusal, match=words) as refused:
+        reader.read(kind, body)
+    error = refused.value.body["error"]
+    assert (refused.value.status, error["param"]) == (400, param), error
+    assert error["type"] == "invalid_request_error" and "--" not in error["message"]
+    assert "\n" not in error["message"] and len(error["message"]) < 500
+    assert reader.config.checkpoint not in error["message"]
+
+
+@pytest.mark.parametrize("chat, fields", [
+    ("none", {}), ("mistral", {"messages": [{"role": "system", "content": "bad"}, USER]}), ("mistral", {"tools": [NOW]}),
+    ("mistral", {"messages": [USER, calls({}), RESULT]}),
+], ids=str)  # fmt: skip
+def test_a_template_that_takes_less_names_no_option(running, chat, fields):
+    """No template, a named one without tools or a system's message."""
+    config = replace(running.server.config, chat=chat, checkpoint=DEMO)
+    own = RequestReader(load(config), config, "demo")
+    with pytest.raises(Refusal) as refused:
+        own.read(Chat, {"messages": [USER]} | fields)
+    assert DEMO not in str(refused.value) and "--" not in str(refused.value)
+
+
+def test_the_official_client_reads_a_refusal(running):
+    """Its kind, its parameter and its code, by which langchain and litellm know a long prompt."""
+    with pytest.raises(openai.BadRequestError, match="n should be greater .* it is 0") as refused:
+        running.ask(n=0)
+    assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
+    long = {"messages": [{"role": "user", "content": "a b " * 2500}], "stream": True}
+    for kind, body in ((COMPLETION, {"prompt": [3] * 5000}), (CHAT, long)):
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+            running.client.post(kind, body=body, cast_to=object)
+        assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("data, status, words", [
+    (b"", 400, "is not JSON"), (b"{", 400, "is not JSON"), (b"\xff", 400, "is not JSON"), (b"[1]", 400, "a JSON object"), (b"5", 400, "a JSON object"),
+    (b"[" * 9000, 400, "is not JSON"), (b'{"prompt": NaN}', 400, "NaN is no number"), (b" " * 20001, 413, "more than 20000 bytes"), (b" " * 20000, 400, "is not JSON"),
+    (b" " * 3_000_000, 413, "more than 20000 bytes"), (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature should be"),
+    (rb'{"prompt": "\udfff"}', 400, "half a character"), (rb'{"prompt": "a", "\ud800": 1}', 400, "half a character"),
+    (b'{"model": "gpt-4"}', 404, "there is no model 'gpt-4' here; this is demo"), (b'{"model": "%s"}' % (b"x" * 9000), 404, f"model '{'x' * 99} here"),
+])  # fmt: skip
+def test_data_that_is_no_request(running, data, status, words):
+    for kind in (COMPLETION, CHAT):
+        got, found = running.raw(data, f"/v1{kind}")
+        assert got == status and words in found["error"]["message"], found
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+
+
+def test_other_paths_methods_and_kinds(running):
+    assert running.raw(b"", "/v2")[0] == running.raw(b"", "/v1/models/x", "GET")[0] == 404
+    status, found = running.raw(b"", method="GET")
+    assert status == 405 and found["error"]["message"].startswith("GET /v1/completions")
+    assert running.raw(b'{"prompt": "a"}', kind="text/plain")[0] == 415
+
+
 # ------------------------------------------------------------------------------------- JSON schemas
-
-
-def test_a_schema_in_json_object_is_enforced(reader):
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-    assert schema_of({"type": "json_object", "schema": schema}) == schema
-    assert schema_of({"type": "json_object"}) == {"type": "object"}
-    for asked, name in (
-        ({"type": "json_object", "json_schema": {"schema": schema}}, "json_schema"),
-        ({"type": "text", "schema": schema}, "schema"),
-        ({"type": "json_schema", "schema": schema}, "schema"),
-    ):
-        with pytest.raises(ValueError, match=f"of type {asked['type']} has no {name}; leave that"):
-            schema_of(asked)
-    with pytest.raises(ValueError, match="must be of type text"):
-        schema_of({"type": "json_object", "schema": "a"})
-
 
 NAMES = {"format": {"enum": [{"format": "y"}]}}  # "format" as a name, and in a value
 SCHEMAS = [  # a schema, a value that it allows, one that it does not, what the note names
@@ -342,60 +416,48 @@ SCHEMAS = [  # a schema, a value that it allows, one that it does not, what the 
 
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_what_a_schema_asks_beyond_the_library_is_ignored(number, capsys, reader):
-    """And named in a line of the log; the rest is enforced."""
+    """And named in a line of the log; the rest is enforced, as a schema or within json_object."""
     rules, value, other, told = SCHEMAS[number]
     schema = {"type": "object", "additionalProperties": False, **rules}
     jsonschema.validate(value, schema)
+    guide = reader.read(Completion, {"prompt": "a"} | typed("json_object", schema=schema)).guide
     matcher = Grammar(reader.engine, schema).matcher
     err = capsys.readouterr().err
-    assert told is ... or (told in err and err.count("\n") == (told != ""))
+    assert told is ... or (told in err and (err != "") == (told != ""))
     tokenizer = reader.engine.tokenizer
     ids = tokenizer.encode(json.dumps(value), bos=False)
-    assert matcher.deep_copy().try_consume_tokens(ids) == len(ids)
     wrong = tokenizer.encode(json.dumps(other), bos=False)
-    assert matcher.deep_copy().try_consume_tokens(wrong) < len(wrong)
+    for own in (matcher, guide.matcher):
+        assert own.deep_copy().try_consume_tokens(ids) == len(ids)
+        assert own.deep_copy().try_consume_tokens(wrong) < len(wrong)
 
 
 # ------------------------------------------------------------------------------------------ defaults
 
+NUCLEUS = {"temperature": 0.6, "top_p": 0.95}
+RECOMMENDED = [  # generation_config.json, or the metadata of GGUF; what the command names; the sampling
+    ({}, {}, Sampling()), ({"do_sample": True}, {}, Sampling(1.0)), ({"top_k": 20}, {}, Sampling(1.0, top_k=20)),
+    ({"repetition_penalty": 1.1}, {}, Sampling(repetition_penalty=1.1)),
+    ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {}, Sampling(repetition_penalty=1.1)),
+    (NUCLEUS, {}, Sampling(**NUCLEUS)), (NUCLEUS, {"temperature": 0.8}, Sampling(0.8, top_p=0.95)), (NUCLEUS, {"temperature": 0.0}, Sampling()),
+    ({"general.sampling.temp": 0.7, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.1}, {}, Sampling(0.7, top_k=20, repetition_penalty=1.1)),
+    ({"top_p": 7}, {}, "names a sampling that cannot be used: --top_p must be"),
+]  # fmt: skip
 
-def test_the_sampling_that_a_model_recommends(folder, tmp_path, monkeypatch):
+
+@pytest.mark.parametrize("named, given, want", RECOMMENDED, ids=str)
+def test_the_sampling_that_a_model_recommends(tmp_path, monkeypatch, named, given, want):
     """It is a request's, where neither the request nor the server's command names another."""
-    config = ServeConfig(checkpoint=str(folder))
-    assert config.temperature == 0 and with_recommended_sampling(config, set()) == config
-    for file in folder.iterdir():
-        (tmp_path / file.name).symlink_to(file.resolve())
-    config = replace(config, checkpoint=str(tmp_path))
-
-    def recommend(**values) -> None:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": None, **values}))
-
-    for values, temperature in (({}, 0), ({"do_sample": True}, 1), ({"top_k": 20}, 1)):
-        recommend(**values)
-        assert with_recommended_sampling(config, set()).temperature == temperature
-    for values in ({"do_sample": False, "temperature": 0.6}, {}):
-        recommend(repetition_penalty=1.1, **values)
-        own = with_recommended_sampling(config, set())
-        assert own.sampling == Sampling(repetition_penalty=1.1)
-    recommend(temperature=0.6, top_p=0.95)
-    own = with_recommended_sampling(config, set())
-    assert own.sampling == Sampling(temperature=0.6, top_p=0.95) and own.num_samples == 1
-    typed = with_recommended_sampling(replace(config, temperature=0.8), {"temperature"})
-    assert typed.sampling == Sampling(temperature=0.8, top_p=0.95)
-    greedy = with_recommended_sampling(replace(config, temperature=0.0), {"temperature"})
-    assert greedy.sampling == Sampling(temperature=0, top_p=1)
-    recommend(top_p=7)
-    with pytest.raises(ValueError, match="names a sampling that cannot be used: --top_p must be"):
-        with_recommended_sampling(config, set())
-    metadata = {
-        "general.sampling.temp": 0.7,
-        "general.sampling.top_k": 20,
-        "general.sampling.penalty_repeat": 1.1,
-    }
-    monkeypatch.setattr("server.recommended.is_gguf", lambda path: True)
-    monkeypatch.setattr(
-        "server.recommended.read_header", lambda path: SimpleNamespace(metadata=metadata)
-    )
-    assert with_recommended_sampling(config, set()).sampling == Sampling(
-        temperature=0.7, top_k=20, repetition_penalty=1.1
-    )
+    folder = demo_with(tmp_path, TEMPLATE)
+    if "general.sampling.temp" in named:
+        header = SimpleNamespace(metadata=named)
+        monkeypatch.setattr("server.recommended.is_gguf", lambda path: True)
+        monkeypatch.setattr("server.recommended.read_header", lambda path: header)
+    elif named:
+        (folder / "generation_config.json").write_text(json.dumps({"top_k": None} | named))
+    config = ServeConfig(checkpoint=str(folder), **given)
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want):
+            with_recommended_sampling(config, {*given})
+    else:
+        assert with_recommended_sampling(config, {*given}).sampling == want
