@@ -19,20 +19,21 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 import sampling
-from helpers import slow
+from helpers import GOLDEN, slow
 from run.generate import generate, load
+from run.options import DEMO, ROOT
 
-ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "eagle_one_file.py"
-MODELS = ROOT / "tests" / "golden" / "models"
+MODELS = GOLDEN / "models"
 PAIRS = {  # directories of a target and of a head
-    "demo": (ROOT / "checkpoints" / "demo", ROOT / "checkpoints" / "demo-eagle"),
+    "demo": (Path(DEMO), Path(f"{DEMO}-eagle")),
     "eagle12": (MODELS / "target_llama_mha", MODELS / "head_eagle12_mha"),
     "eagle3": (MODELS / "target_llama31_gqa8", MODELS / "head_eagle3"),
     "mixtral": (MODELS / "target_mixtral", MODELS / "head_eagle12_mixtral"),
 }
 PROMPTS = [[1, 5, 17, 23, 9], [1, 40, 41]]
 NEW = 24
+TREES = {"dynamic": {"depth": 4, "topk": 6, "nodes": 24}, "chain": {"depth": 4, "topk": 1}, "none": {"head": ""}}  # fmt: skip
 
 
 @cache
@@ -44,17 +45,13 @@ def example():
     return module
 
 
-def engine(pair: str, drafts: bool = True, **options):
-    """The example's engine of a pair, in fp32 on the CPU; without `drafts` no head."""
+def engine(pair: str, tree: str = "dynamic", **options):
+    """The example's engine of a pair, in fp32 on the CPU; with the tree `none` without a head."""
     target, head = PAIRS[pair]
     values = {name: default for name, default, _ in example().OPTIONS}
-    values |= {"checkpoint": str(target), "head": str(head) if drafts else "", "context": 128}
+    values |= {"checkpoint": str(target), "head": str(head), "context": 128}
     values |= {"dtype": "float32", "device": "cpu", "compile": False}
-    return example().Engine(argparse.Namespace(**values | options))
-
-
-def tree_engine(pair: str, **options):
-    return engine(pair, depth=4, topk=6, nodes=24, **options)
+    return example().Engine(argparse.Namespace(**values | TREES[tree] | options))
 
 
 def decode(engine, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -63,51 +60,41 @@ def decode(engine, seed: int = 0) -> tuple[list[list[int]], list[int]]:
     return [sum(paths, []) for paths in passes], [len(path) for paths in passes for path in paths]
 
 
-def project(pair: str, prompts: list = PROMPTS, new: int = NEW, **options):
-    """The result of the project on the same prompts; with `draft` eagle on a dynamic tree as `tree_engine`'s."""
+def project(pair: str, tree: str = "dynamic", prompts: list = PROMPTS, new: int = NEW, **options):
+    """The result of the project on the same prompts, with the same tree."""
     target, head = map(str, PAIRS[pair])
-    where = {"checkpoint": target, "device": "cpu", "dtype": "float32", "context": 128}
-    if options["draft"] == "eagle":
-        where |= {"head": head, "tree_depth": 4}
-        if options.setdefault("tree", "dynamic") == "dynamic":
-            where |= {"tree_topk": 6, "tree_size": 24}
-    return generate(load(**where | options, max_new_tokens=new, trace="-"), prompts)
+    given = {"checkpoint": target, "device": "cpu", "dtype": "float32", "context": 128}
+    if tree == "none":
+        given |= {"draft": "none"}
+    else:
+        given |= {"draft": "eagle", "head": head, "tree": tree, "tree_depth": 4}
+    if tree == "dynamic":
+        given |= {"tree_topk": 6, "tree_size": 24}
+    return generate(load(**given | options, max_new_tokens=new, trace="-"), prompts)
 
 
-@pytest.mark.parametrize("tree, temperature", [("dynamic", 1.0), ("chain", 0.0)])
+@pytest.mark.parametrize("tree, temperature", [("dynamic", 1.0), ("dynamic", 0.0), ("chain", 0.0), ("none", 1.0), ("none", 0.0)])  # fmt: skip
 @pytest.mark.parametrize("pair", PAIRS)
 def test_tokens_are_the_projects(pair, temperature, tree):
-    ours = {"topk": 6, "nodes": 24} if tree == "dynamic" else {"topk": 1}
+    """So are the passes, greedily: behind the first token, which only the project decides while it reads."""
     seed = 7 + (3 << 32)  # both words count
-    result = project(pair, draft="eagle", temperature=temperature, seed=seed, tree=tree)
-    tokens, passes = decode(engine(pair, temperature=temperature, depth=4, **ours), seed)
+    result = project(pair, tree, temperature=temperature, seed=seed)
+    own = engine(pair, tree, temperature=temperature)
+    tokens, passes = decode(own, seed)
     assert tokens == result.tokens
     # nor may the head draft nonsense, or without the noise. Our first pass starts one token earlier, our last is cut
     assert sum(passes) / len(passes) > 0.75 * result.stats["tau"]
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_draft_is_accepted_as_the_projects(pair):
-    """Behind the first token, which only the project decides while it reads the prompt, the passes are the same."""
-    result, own = project(pair, draft="eagle"), tree_engine(pair)
+    assert tree != "none" or set(passes) == {1}
     for row, (prompt, new) in enumerate(zip(PROMPTS, result.tokens)):
         ours = [len(path) for path in own.generate(prompt + new[:1], NEW - 1, 0)]
         theirs = [line["accept_length"] + 1 for line in result.trace if line["row"] == row]
-        assert len(ours) == len(theirs)
-        assert ours[:-1] == theirs[:-1]  # the last path of ours is cut where the text ends
-
-
-def test_without_a_head_it_decodes_plainly():
-    for temperature in (0.0, 1.0):
-        tokens, passes = decode(engine("eagle12", drafts=False, temperature=temperature))
-        assert tokens == project("eagle12", draft="none", temperature=temperature).tokens
-        assert set(passes) == {1}
+        assert temperature or ours[:-1] == theirs[:-1]  # the last path of ours is cut
 
 
 @pytest.mark.parametrize("pair, bits", [("eagle12", 4), ("mixtral", 8)])
 def test_quantized_drafts_change_no_token(pair, bits):
-    vanilla, _ = decode(engine(pair, drafts=False, bits=bits))
-    drafted = tree_engine(pair, bits=bits)
+    vanilla, _ = decode(engine(pair, "none", bits=bits))
+    drafted = engine(pair, bits=bits)
     tokens, passes = decode(drafted)
     assert tokens == vanilla
     assert sum(passes) / len(passes) > 1.1
@@ -130,20 +117,21 @@ def test_a_tied_head_and_a_bin_file(tmp_path, monkeypatch):
     del tensors["lm_head.weight"]
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     monkeypatch.setitem(PAIRS, "tied", (tmp_path, head))
-    tokens, _ = decode(engine("tied", drafts=False))
-    assert tokens == project("tied", draft="none").tokens
+    tokens, _ = decode(engine("tied", "none"))
+    assert tokens == project("tied", "none").tokens
 
 
 # ------------------------------------------------------------------------------------------ compiled
 
 
-@pytest.mark.parametrize("drafts, temperature", [(True, 1.0), *slow([(False, 0.0)])])
-def test_steps_are_traced_whole(traced, drafts, temperature):
+@pytest.mark.parametrize("tree, temperature", [("dynamic", 1.0), *slow([("none", 0.0)])])
+def test_steps_are_traced_whole(traced, tree, temperature):
     """Draft and verify are one graph each, of static shapes. Nothing is written in C++: that is slow."""
     torch._dynamo.reset()
     counters.clear()
-    small = {"depth": 2, "topk": 2, "nodes": 4, "temperature": temperature, "drafts": drafts}
-    assert decode(engine("eagle12", compile=True, **small)) == decode(engine("eagle12", **small))
+    small = {"depth": 2, "topk": 2, "nodes": 4, "temperature": temperature}
+    compiled = engine("eagle12", tree, compile=True, **small)
+    assert decode(compiled) == decode(engine("eagle12", tree, **small))
     assert counters["stats"]["unique_graphs"] == 2  # no pass compiles anew
 
 
@@ -178,85 +166,62 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
 
 def test_it_prints_ids_and_speed(capsys):
     target, head = map(str, PAIRS["eagle12"])
-    status, out, err = run(
-        "--checkpoint", target, "--head", head, "--prompt_ids", "1,5,17", "--max_new_tokens", "12", "--context", "64",
-        capsys=capsys,
-    )  # fmt: skip
-    want = sum(engine("eagle12").generate([1, 5, 17], 12, 0), [])
-    assert status == 0
-    assert list(map(int, out.split(","))) == want
+    flags = "--prompt_ids 1,5,17 --max_new_tokens 12 --context 64"
+    status, out, err = run("--checkpoint", target, "--head", head, *flags.split(), capsys=capsys)
+    want = sum(engine("eagle12", "none").generate([1, 5, 17], 12, 0), [])
+    assert (status, [*map(int, out.split(","))]) == (0, want)
     assert err.startswith(f"{len(want)} tokens, ") and " tokens/s, tau " in err
     assert err.endswith("the same tokens\n")
 
 
 def test_without_arguments_it_prints_the_demos_text():
     """From any folder, in some seconds of processor time; a pipe gets the text alone."""
-    done = subprocess.run(
-        [sys.executable, FILE], capture_output=True, text=True, cwd="/", check=True
-    )
-    result = project(
-        "demo", draft="none", dtype="bfloat16", new=64, prompts=["def read_lines(path):"]
-    )
-    assert done.stdout == f"def read_lines(path):{result.text[0]}\n"
+    done = subprocess.run([sys.executable, FILE], capture_output=True, text=True, cwd="/")
+    prompt = "def read_lines(path):"
+    result = project("demo", "none", [prompt], 64, dtype="bfloat16")
+    assert done.stdout == f"{prompt}{result.text[0]}\n"
     tau = float(re.search(r"64 tokens, \d+\.\d tokens/s, tau (\S+); without", done.stderr)[1])
     assert tau > 3
     assert done.stderr.endswith(" tokens/s, the same tokens\n")
 
 
-def test_accepted_drafts_are_in_reverse_video(monkeypatch):
+@pytest.mark.parametrize("plain", [False, True])
+def test_accepted_drafts_are_in_reverse_video(plain, monkeypatch):
     """All but the last token of a pass. The text is whole, spaces between words included."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    words = " ".join
-    shown = example().shaded(["a"], [["b"], ["c", "d", "e"]], words)
-    assert shown == "a\033[7m\033[0m b\033[7m c d\033[0m e"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert example().shaded(["a"], [["b"], ["c", "d", "e"]], words) == "a b c d e"
+    monkeypatch.setenv("NO_COLOR", "1" * plain)
+    shown = example().shaded(["a"], [["b"], ["c", "d", "e"]], " ".join)
+    assert shown == ("a b c d e" if plain else "a\033[7m\033[0m b\033[7m c d\033[0m e")
 
 
 def test_text_needs_only_a_tokenizer(tmp_path, capsys):
     """With tokenizer.json and the package tokenizers, text goes in and comes out."""
     tokenizers = pytest.importorskip("tokenizers")
-    target, _ = PAIRS["eagle12"]
-    for file in target.iterdir():
+    for file in PAIRS["eagle12"][0].iterdir():
         (tmp_path / file.name).symlink_to(file)
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0")
     made = tokenizers.Tokenizer(words)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    status, out, _ = run(
-        "--checkpoint", str(tmp_path), "--prompt", "w1 w5 w17", "--head", "none", "--max_new_tokens", "6", "--context", "64", capsys=capsys
-    )  # fmt: skip
-    want = [1, 5, 17] + sum(engine("eagle12", drafts=False).generate([1, 5, 17], 6, 0), [])
+    flags = f"--checkpoint {tmp_path} --head none --max_new_tokens 6 --context 64"
+    status, out, _ = run(*flags.split(), "--prompt", "w1 w5 w17", capsys=capsys)
+    want = [1, 5, 17] + sum(engine("eagle12", "none").generate([1, 5, 17], 6, 0), [])
     assert (status, out) == (0, " ".join(f"w{i}" for i in want) + "\n")
 
 
-QUANTIZED = ROOT / "checkpoints" / "SmolLM2-135M-Instruct.Q4_1-eagle"
-MISTAKES = {
-    "no such checkpoint": ("--checkpoint nowhere", "nowhere/config.json"),
-    "no such head": ("--head nowhere", "nowhere/config.json"),
-    "a model for a head": (f"--head {PAIRS['demo'][0]}", "do not fit"),
-    "another target's head": (f"--head {PAIRS['eagle3'][1]}", "do not fit"),
-    "another kind of model": (f"--checkpoint {QUANTIZED}", "is of no LLaMA"),
-    "a GGUF file": ("--checkpoint a.gguf", "is a GGUF file"),
-    "prompt of one id": ("--prompt_ids 1", "2 to 2047 ids"),
-    "prompt too long": ("--context 4 --prompt_ids 1,2,3,4,5", "2 to 3 ids"),
-    "id too large": ("--prompt_ids 1,4096", "each below 4096"),
-    "id no number": ("--prompt_ids 1,x", "'x'"),
-    "tree larger than its pool": ("--depth 2 --topk 3 --nodes 14", "2 to 13"),
-    "bits": ("--bits 5", "4, 8 or 16"),
-    "text without a tokenizer": (
-        f"--checkpoint {PAIRS['eagle12'][0]} --prompt hello",
-        "tokenizer.json",
-    ),
-    "no number": ("--nodes many", "many"),
-}
+MISTAKES = [  # arguments, words of the one line
+    ("--checkpoint nowhere", "nowhere/config.json"), ("--head nowhere", "nowhere/config.json"),
+    (f"--head {PAIRS['demo'][0]}", "do not fit"), (f"--head {PAIRS['eagle3'][1]}", "do not fit"),
+    (f"--checkpoint {ROOT}/checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle", "is of no LLaMA"), ("--checkpoint a.gguf", "is a GGUF file"),
+    ("--prompt_ids 1", "2 to 2047 ids"), ("--context 4 --prompt_ids 1,2,3,4,5", "2 to 3 ids"), ("--prompt_ids 1,4096", "each below 4096"), ("--prompt_ids 1,x", "'x'"),
+    ("--depth 2 --topk 3 --nodes 14", "2 to 13"), ("--bits 5", "4, 8 or 16"), ("--nodes many", "many"),
+    (f"--checkpoint {PAIRS['eagle12'][0]} --prompt hello", "tokenizer.json"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake, capsys):
-    given, named = MISTAKES[mistake]
-    arguments = ["--checkpoint", str(PAIRS["demo"][0]), "--prompt_ids", "1,2", *given.split()]
+@pytest.mark.parametrize("given, named", MISTAKES)
+def test_a_mistake_is_one_line(given, named, capsys):
+    arguments = ["--checkpoint", DEMO, "--prompt_ids", "1,2", *given.split()]
     status, out, err = run(*arguments, capsys=capsys)
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1 and named in err, err

@@ -14,46 +14,36 @@ import setup
 from run.options import DEMO, ROOT
 from run.program import PROGRAMS, program_of
 
-
-@pytest.mark.parametrize(
-    ("line", "installed"),
-    [
-        ("import sampling", "from gpt_eagle import sampling"),
-        ("import model as m  # ours", "from gpt_eagle import model as m  # ours"),
-        ("from files.io import read_json", "from gpt_eagle.files.io import read_json"),
-        (
-            "import backends.triton.tree",
-            "import gpt_eagle.backends.triton.tree; from gpt_eagle import backends",
-        ),
-        ("import modeling", "import modeling"),
-        ("from torch.ops import load", "from torch.ops import load"),
-        ('text = """\nimport model\n"""', 'text = """\nimport model\n"""'),
-    ],
-)
-def test_imports_of_our_modules_get_the_name(line, installed):
-    assert setup.below_one_name(f"{line}\n") == f"{installed}\n"
+IMPORTS = {  # a line of the checkout, of the package
+    "import sampling": "from gpt_eagle import sampling",
+    "import model as m  # ours": "from gpt_eagle import model as m  # ours",
+    "from files.io import read_json": "from gpt_eagle.files.io import read_json",
+    "import backends.triton.tree": "import gpt_eagle.backends.triton.tree; from gpt_eagle import backends",
+    "import modeling": "import modeling",
+    "from torch.ops import load": "from torch.ops import load",
+    'text = """\nimport model\n"""': 'text = """\nimport model\n"""',
+}
 
 
-def test_several_modules_in_one_import_are_refused():
+def test_imports_of_our_modules_get_the_name():
+    """Several in one import are refused."""
+    for line, installed in IMPORTS.items():
+        assert setup.below_one_name(f"{line}\n") == f"{installed}\n"
     with pytest.raises(ValueError, match="one module an import: import model, load"):
         setup.below_one_name("import model, load\n")
 
 
-@pytest.mark.parametrize(
-    ("line", "module", "arguments"),
-    [
-        (["Why?"], "generate", ["--chat", "--prompt", "Why?"]),
-        (["Why?", "--seed", "3"], "generate", ["--chat", "--prompt", "Why?", "--seed", "3"]),
-        (["--prompt", "def f("], "generate", ["--prompt", "def f("]),
-        (["chat", "--tree", "auto"], "generate", ["--chat", "--interactive", "--tree", "auto"]),
-        (["train", "--hours", "2"], "scripts.train_head", ["--hours", "2"]),
-    ],
-)
-def test_the_first_word_names_a_program_or_is_a_question(line, module, arguments):
-    assert program_of(line) == (module, arguments)
+LINES = [  # the words of a command, the module, the arguments
+    ("Why?", "generate", "--chat --prompt Why?"), ("Why? --seed 3", "generate", "--chat --prompt Why? --seed 3"),
+    ("--prompt def", "generate", "--prompt def"), ("chat --tree auto", "generate", "--chat --interactive --tree auto"),
+    ("train --hours 2", "scripts.train_head", "--hours 2"),
+]  # fmt: skip
 
 
-def test_a_word_that_is_nearly_a_program_is_no_question():
+def test_the_first_word_names_a_program_or_is_a_question():
+    """A word that is nearly a program is no question."""
+    for line, module, arguments in LINES:
+        assert program_of(line.split()) == (module, arguments.split())
     with pytest.raises(ValueError, match="there is no program serv; did you mean serve"):
         program_of(["serv"])
 
@@ -70,11 +60,11 @@ def installed(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments):
-    """Run the installed command. Returns: the finished process."""
+def run(folder, *command):
+    """Run Python beside the package. Returns: the finished process."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
-    command = [sys.executable, "-m", "gpt_eagle.run.program", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    pipes = {"capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, **pipes)
 
 
 def test_every_program_is_there_and_none_imports_a_short_name(installed):
@@ -92,26 +82,13 @@ def test_every_program_is_there_and_none_imports_a_short_name(installed):
 
 
 def test_an_installed_command_decodes_beside_another_programs_modules(installed):
-    flags = ["--checkpoint", DEMO, "--max_new_tokens", "8", "--context", "64"]
-    done = run(installed, "--prompt", "def f(", *flags)
+    """It finds the optional folders; a mistake is one line."""
+    program = ["-m", "gpt_eagle.run.program"]
+    flags = ["--prompt", "def f(", "--checkpoint", DEMO, "--max_new_tokens", "8", "--context", "64"]
+    done = run(installed, *program, *flags)
     assert done.returncode == 0, done.stderr
-    tree = subprocess.run(
-        [sys.executable, str(ROOT / "generate.py"), "--prompt", "def f(", *flags],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == tree.stdout != ""
-
-
-def test_the_optional_folder_is_found(installed):
+    assert done.stdout == run(ROOT, "generate.py", *flags).stdout != ""
     code = "from gpt_eagle.run.methods import has_drafts; print(has_drafts())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=installed, capture_output=True, text=True
-    )
-    assert done.stdout == "True\n", done.stderr
-
-
-def test_an_installed_mistake_is_one_line(installed):
-    done = run(installed, "serve", "--checkpoint", "nowhere")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
+    assert run(installed, "-c", code).stdout == "True\n"
+    done = run(installed, *program, "serve", "--checkpoint", "nowhere")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

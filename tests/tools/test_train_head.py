@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,34 +54,36 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = [{"id": i, "task": "tiny", "turns": [f"Say {i}."]} for i in range(2)]
     (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
-    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    monkeypatch.setattr(prompts, "modules", lambda: [MODULE])
-    monkeypatch.setattr(prompts, "TASK_FILE", tmp_path / "tiny.jsonl")
-    monkeypatch.setattr(prompts, "long_texts", lambda words: [])
-    monkeypatch.setattr(data, "held_out", lambda name: name.endswith("1?"))
-    monkeypatch.setattr(training, "OWN_TOKENS", 24)
-    monkeypatch.setattr(generate_answers, "OWN_TOKENS", 4)  # the model ends none of its prompts
-    monkeypatch.setattr(generate_answers, "ANSWER_TOKENS", 8)
-    monkeypatch.setattr(generate_answers, "EVAL", tmp_path / "none")
-    monkeypatch.setattr(
-        train_head, "COMMON", train_head.COMMON | {"seq_len": 32, "eval_prompts": 2}
-    )
+    clock = FakeTime(30.0)
+    common_options = train_head.COMMON | {"seq_len": 32, "eval_prompts": 2}
+    ceiling = common.Series.of([1e9])
+    for owner, name, value in (
+        (torch, "compile", lambda f, **options: f),
+        (prompts, "modules", lambda: [MODULE]),
+        (prompts, "TASK_FILE", tmp_path / "tiny.jsonl"),
+        (prompts, "long_texts", lambda words: []),
+        (data, "held_out", lambda name: name.endswith("1?")),
+        (training, "OWN_TOKENS", 24),
+        (training, "time", clock),
+        (generate_answers, "OWN_TOKENS", 4),  # the model ends none of its prompts
+        (generate_answers, "ANSWER_TOKENS", 8),
+        (generate_answers, "EVAL", tmp_path / "none"),
+        (train_head, "COMMON", common_options),
+        (train_head, "TASKS", str(tmp_path / "tiny.jsonl")),
+        (train_head, "METHODS", "none,{}:chain:tree_depth=2"),
+        (train_head, "LEAST_TOKENS", 50),
+        (train_head, "time", clock),
+        (bench_speed, "read_bandwidth", lambda device, runs: ceiling),
+    ):
+        monkeypatch.setattr(owner, name, value)
     for name in ("HASS", "EAGLE-3"):
         monkeypatch.setitem(train_head.RECIPES[name][1], "draft_vocab", 64)
-    monkeypatch.setattr(train_head, "TASKS", str(tmp_path / "tiny.jsonl"))
-    monkeypatch.setattr(train_head, "METHODS", "none,{}:chain:tree_depth=2")
-    monkeypatch.setattr(train_head, "LEAST_TOKENS", 50)
-    clock = FakeTime(30.0)
-    monkeypatch.setattr(train_head, "time", clock)
-    monkeypatch.setattr(training, "time", clock)
-    ceiling = common.Series.of([1e9])
-    monkeypatch.setattr(bench_speed, "read_bandwidth", lambda device, runs: ceiling)
     return tmp_path
 
 
-def arguments(folder: Path, checkpoint: Path, out: str = "head", **changes) -> list[str]:
+def arguments(folder: Path, model: Path, **changes) -> list[str]:
     options = {
-        "checkpoint": checkpoint, "out": folder / out, "hours": 1, "chat": "vicuna", "device": "cpu",
+        "checkpoint": model, "out": folder / "head", "hours": 1, "chat": "vicuna", "device": "cpu",
         "prompts": folder / "given.jsonl", "answers": 4, "batch_size": 2,
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in (options | changes).items()]
@@ -155,7 +156,7 @@ def test_a_quantized_target(small):
     check_head(small / "head", checkpoint, "unknown")  # a rounded copy has no README.md
 
 
-def test_a_block_drafter(small, capsys):
+def test_a_block_drafter(small):
     checkpoint = tiny_model(small)
     train_head.main(arguments(small, checkpoint, kind="dflash2"))
     check_head(small / "head", checkpoint, "apache-2.0", "block")
@@ -164,11 +165,9 @@ def test_a_block_drafter(small, capsys):
     card = (small / "head" / "README.md").read_text()
     assert "- Training: DFlash2, " in card and "block:auto, the default," in card
     assert "of 64 tokens, " in card
-    other = refused(capsys, train_head.main, arguments(small, checkpoint), prints=True)
-    assert "holds another run (kind was 'dflash2', not 'eagle')" in other
 
 
-def test_a_head_goes_on_by_tokens(small, capsys):
+def test_a_head_goes_on_by_tokens(small):
     """Their number is what is trained on, whatever the hours; an EAGLE-3 head is the start."""
     checkpoint = tiny_model(small)
     options = {"threads": 0, "batch_size": 2, "steps": 2, "eval_every": 2, "seq_len": 32}
@@ -188,9 +187,6 @@ def test_a_head_goes_on_by_tokens(small, capsys):
     assert 150 <= state["tokens"] < 150 + 4 * 8 and state["recipe"] == "EAGLE-3"
     assert [row["step"] for row in info["curve"]][0] == 0, "the start is evaluated, too"
     assert info["curve"][-1]["step"] == train_head.EPOCHS * state["batches"]
-    with pytest.raises(SystemExit):
-        train_head.read_command([*argv, "--kind=dflash2"])
-    assert "--init goes on with an EAGLE-3 head" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------- the hours
@@ -257,41 +253,44 @@ def test_a_card_says_what_is_fastest():
 
 # ----------------------------------------------------------------------------------------- mistakes
 
+MISTAKES = [  # changes of the command, words of the one line
+    ({"checkpoint": "nowhere"}, "no such directory: nowhere"), ({"chat": ""}, "has no chat template; use --chat NAME"),
+    ({"prompts": "none.jsonl"}, "--prompts: cannot read none.jsonl"), ({"prompts": "SMALL/one.jsonl"}, "one.jsonl line 2: it must be like"),
+    ({"prompts": "SMALL/two.jsonl"}, "two.jsonl line 1: it must be like"), ({"given": 1.5}, "--given must be"),
+    ({"out": "SMALL/other"}, "holds something else than a run"), ({"out": "SMALL/given.jsonl"}, "is a file; name a directory"),
+    ({"tokens": 9000}, "drop --hours"), ({"kind": "dflash2", "init": "a"}, "--init goes on with an EAGLE-3 head"),
+]  # fmt: skip
 
-def test_mistakes_are_one_line(small, monkeypatch, capsys):
+
+def test_mistakes_are_one_line(small, capsys):
     checkpoint = tiny_model(small)
-    argv = partial(arguments, small, checkpoint)
     (small / "one.jsonl").write_text('{"turns": ["a"]}\n{"q": 1}\n')
     (small / "two.jsonl").write_text('{"turns": [" "]}')
     (small / "other").mkdir()
     (small / "other" / "config.json").touch()
-    mistakes = [
-        (arguments(small, Path("nowhere")), "no such directory: nowhere"),
-        (argv(chat=""), "has no chat template; use --chat NAME"),
-        (argv(prompts="none.jsonl"), "--prompts: cannot read none.jsonl"),
-        (argv(prompts=small / "one.jsonl"), "one.jsonl line 2: it must be like"),
-        (argv(prompts=small / "two.jsonl"), "two.jsonl line 1: it must be like"),
-        (argv(given=1.5), "--given must be"),
-        (argv("other"), "holds something else than a run"),
-        (argv("given.jsonl"), "is a file; name a directory"),
-        ([*argv(), "--tokens=9000"], "drop --hours"),
-    ]
-    for words, message in mistakes:
+    for changes, message in MISTAKES:
+        named = {name: str(value).replace("SMALL", str(small)) for name, value in changes.items()}
+        words = arguments(small, checkpoint, **named)
         assert message in refused(capsys, train_head.main, words, prints=True)
     assert not (small / "head" / "answers").exists()
 
 
 def test_a_run_is_of_one_target_and_its_options(small, monkeypatch, capsys):
     checkpoint = tiny_model(small)
+    argv = arguments(small, checkpoint)
     kill_at(monkeypatch, Run, "_write", 1)
     with pytest.raises(SystemExit):
-        train_head.main(arguments(small, checkpoint))
+        train_head.main(argv)
     given = (small / "given.jsonl").read_text()
     (small / "given.jsonl").write_text(json.dumps({"turns": ["Another?"]}))
-    again = partial(refused, capsys, train_head.main, arguments(small, checkpoint), prints=True)
-    assert "holds another run (prompts was" in again()
+    said = "holds another run ({} was"
+    assert said.format("prompts") in refused(capsys, train_head.main, argv, prints=True)
     (small / "given.jsonl").write_text(given)
     with open(checkpoint / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert "holds another run (weights was" in again()
+    assert said.format("weights") in refused(capsys, train_head.main, argv, prints=True)
+    other = arguments(small, checkpoint, kind="dflash2")
+    assert "(kind was 'eagle', not 'dflash2')" in refused(
+        capsys, train_head.main, other, prints=True
+    )
