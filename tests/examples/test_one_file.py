@@ -209,24 +209,6 @@ def test_text_needs_only_a_tokenizer(tmp_path, capsys):
     assert (status, out) == (0, " ".join(f"w{i}" for i in want) + "\n")
 
 
-MISTAKES = [  # arguments, words of the one line
-    ("--checkpoint nowhere", "nowhere/config.json"), ("--head nowhere", "nowhere/config.json"),
-    (f"--head {PAIRS['demo'][0]}", "do not fit"), (f"--head {PAIRS['eagle3'][1]}", "do not fit"),
-    (f"--checkpoint {ROOT}/checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle", "is of no LLaMA"), ("--checkpoint a.gguf", "is a GGUF file"),
-    ("--prompt_ids 1", "2 to 2047 ids"), ("--context 4 --prompt_ids 1,2,3,4,5", "2 to 3 ids"), ("--prompt_ids 1,4096", "each below 4096"), ("--prompt_ids 1,x", "'x'"),
-    ("--depth 2 --topk 3 --nodes 14", "2 to 13"), ("--bits 5", "4, 8 or 16"), ("--nodes many", "many"),
-    (f"--checkpoint {PAIRS['eagle12'][0]} --prompt hello", "tokenizer.json"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("given, named", MISTAKES)
-def test_a_mistake_is_one_line(given, named, capsys):
-    arguments = ["--checkpoint", DEMO, "--prompt_ids", "1,2", *given.split()]
-    status, out, err = run(*arguments, capsys=capsys)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) == 1 and named in err, err
-
-
 # ------------------------------------------------------------------------------------------- file
 
 

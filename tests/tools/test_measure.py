@@ -33,7 +33,7 @@ from scripts.bench.contestants import Outcome, TokenClock
 from scripts.bench.llama_peer import LlamaCpp, decode, lookup, write_gguf
 from scripts.bench.methods import Setting, method_config, methods_of, of_kind
 from scripts.bench.table import explained
-from scripts.bench.tasks import EVAL, MBPP, UNRESOLVED, conversations
+from scripts.bench.tasks import EVAL, MBPP, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -256,17 +256,6 @@ def test_values_of_a_trace_fall_along_paths_and_agree_between_trees():
 
 
 # ---------------------------------------------------------------------------------- methods and tasks
-
-
-@pytest.mark.parametrize("method, options", [
-    ("eagle:static:residual", {"draft": "eagle", "tree": "static", "accept": "residual"}),
-    ("eagle:dynamic:topk:tree_size=30", {"draft": "eagle", "tree": "dynamic", "children": "topk", "tree_size": 30}),
-])  # fmt: skip
-def test_methods_become_options(method, options):
-    config = SpeedOptions(checkpoint=DEMO, options="top_p=0.9,ignore_eos")
-    got = method_config(method, Setting("none", 1.0, 4), config)
-    options |= {"temperature": 1.0, "batch_size": 4, "top_p": 0.9, "ignore_eos": True}
-    assert {name: getattr(got, name) for name in options} == options
 
 
 def test_all_methods_are_those_whose_files_are_there(tmp_path, capsys):
@@ -697,70 +686,3 @@ def test_about_thirty_tests_are_smoke():
     assert seen.names[0].startswith("test_captured_cycles"), (
         "the longest first, or they end too late"
     )
-
-
-# ------------------------------------------------------------------------------------------- mistakes
-
-TASK = '{"id": "y", "task": "a", "turns": ["t"]}\n'
-BAD_ROWS = {  # line 3 of a file of tasks
-    '{"id": "x", "task": "a", "turns": ["t"]': "line 3 is not valid JSON",
-    '{"id": "x", "task": "a", "turns": []}': "line 3: a row must be like",
-    '{"question_id": 1, "category": "a", "messages": [{"role": "system", "content": "t"}]}': "line 3: a row must be like",
-    '{"task_id": 1, "test_list": ["assert f()"]}': "line 3: a row must be like",
-    json.dumps({"question_id": 1, "category": "a", "turns": [UNRESOLVED]}): "has no prompt yet",
-}  # fmt: skip
-MISTAKES = [  # the command, with files of the folder EMPTY; words of its one line
-    ("sped", "measure.py: there is no case sped; did you mean speed?"),
-    ("speed --heads nowhere", "--heads goes with --methods all; --methods is none,eagle:auto"),
-    ("speed --heads EMPTY/a:b --methods all", "a method is divided by : and ,; give it another"),
-    ("speed --heads EMPTY --methods all", "has no head, draft model or datastore to measure"),
-    ("speed --methods none,telepathy", "'telepathy'"),
-    ("speed --methods eagle:ring", "--methods: eagle:ring: ring is no tree"),
-    ("speed --options speed=9", "there is no option speed"),
-    ("speed --temperatures warm", "must be a list of numbers"),
-    ("speed --tasks riddles", "there is no riddles; name a file, or one of copy, demo, edit, gsm8k"),
-    ("speed --methods none,none", "--methods must be a list of different values"),
-    ("speed --json nowhere/log.jsonl", "--json: cannot write nowhere/log.jsonl"),
-    ("speed --report nowhere.jsonl", "the log holds no measurement"),
-    ("speed --report a.jsonl --json b.jsonl", "--report measures nothing"),
-    ("speed --quant int5", "--quant must be among none, int8, int4; 'int5' is not"),
-    ("speed --batch_sizes 1,x", "from 1 on, as 1,4; it is '1,x'"),
-    ("speed --methods none,llama.cpp:q9", "there is no llama.cpp:q9; use one of transformers"),
-    ("speed --methods transformers:7b --batch_sizes 2", "transformers:7b decodes one prompt at a time; use 1, or leave it out"),
-    ("speed --methods transformers --temperatures 1", "transformers decodes greedily; use 0, or leave it out"),
-    ("speed --methods llama.cpp:f16", "needs the package llama_cpp; pip install -r scripts/bench/requirements-peers.txt"),
-    ("speed --methods gpt-fast:int4", "brought/gpt-fast has no model.py, quantize.py, generate.py; copy"),
-    ("fidelity --text EMPTY/short.txt", "short.txt has 2 tokens; give it 200 or more"),
-    ("fidelity --also GOLDEN", "has 97 tokens and checkpoints/demo has 4096; name a copy of it"),
-    ("linear --units none,all", "--units must be among none, hardware, emulation; 'all' is not"),
-    ("linear --shapes 64x576 --kinds Q4_1,Q4_K", "--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"),
-    ("race", "name a picture with --out, or times with --json"),
-    ("race --recorded EMPTY/short.txt --out EMPTY/race.svg", "name what --json wrote"),
-    ("race --checkpoint DEMO --out EMPTY/race.svg", "checkpoints/demo has no chat template; name another"),
-    ("attention", "no CUDA device; run it on one that has"),
-    *((f"speed --tasks EMPTY/tasks.jsonl {row}", words) for row, words in BAD_ROWS.items()),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("argv, message", MISTAKES)
-def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, argv, message):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    line, _, row = argv.partition(" {")
-    (tmp_path / "empty").mkdir()
-    if "EMPTY/" in line:
-        (tmp_path / "empty/tasks.jsonl").write_text(f"{TASK}\n{{{row}\n{TASK}")
-        (tmp_path / "empty/short.txt").write_text("x")
-        (tmp_path / "empty/a:b").symlink_to(f"{DEMO}-eagle")
-    what, *flags = line.split()
-    if what in ("speed", "fidelity"):
-        flags += ["--checkpoint", "DEMO"]
-    names = {
-        "EMPTY": tmp_path / "empty",
-        "GOLDEN": GOLDEN / "models/target_llama_mha",
-        "DEMO": DEMO,
-    }
-    for name, value in names.items():
-        flags = [flag.replace(name, str(value)) for flag in flags]
-    said = refused(capsys, command, monkeypatch, what, *flags, prints=True)
-    assert message in said.replace(f"{ROOT}/", "")

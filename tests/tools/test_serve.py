@@ -11,12 +11,14 @@ import asyncio
 import http.client
 import json
 import logging
+import re
 import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +31,7 @@ openai = pytest.importorskip("openai")
 from starlette.testclient import TestClient  # noqa: E402
 
 from drafts.grammar import Grammar  # noqa: E402
-from helpers import fresh  # noqa: E402
+from helpers import fresh, slow  # noqa: E402
 from run.generate import generate, load  # noqa: E402
 from run.options import DEMO, ROOT, Sampling  # noqa: E402
 from run.parsing import parse, parse_given  # noqa: E402
@@ -180,22 +182,6 @@ def generated(row: Row, result: Any) -> list[tuple[str, str]]:
     return found
 
 
-@EVERY
-def test_an_answer_is_what_generate_makes_of_it(running, row):
-    want = wanted(running, row)
-    answer = running.ask(row.kind, **row.body)
-    assert said(answer) == generated(row, want) and answer.model == "demo"
-    assert [choice.index for choice in answer.choices] == [*range(len(want.text))]
-    usage = answer.usage
-    assert usage.prompt_tokens == sum(want.prompt_tokens[:: row.body.get("n", 1)])
-    assert usage.completion_tokens == sum(map(len, want.tokens))
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    schema = WEATHER if row.grammar == "weather" else row.grammar
-    for text, reason in said(answer):
-        if schema and reason != "length":
-            jsonschema.validate(json.loads(text), schema)
-
-
 def in_parts(events: list, index: int) -> tuple[str, str]:
     """One choice of a stream, put together: its text, or its call, and why it ended."""
     text = ""
@@ -216,12 +202,20 @@ def in_parts(events: list, index: int) -> tuple[str, str]:
 
 
 @EVERY
-def test_a_stream_is_the_whole_in_parts(running, row):
-    """Its events say what was drafted, and their sums are those of the usage."""
-    want = generated(row, wanted(running, row))
-    usage = {"include_usage": True}
-    *events, last = running.ask(row.kind, stream=True, stream_options=usage, **row.body)
+def test_an_answer_is_what_generate_makes_of_it(running, row):
+    """Whole, and in parts: these say what was drafted, and their sums are those of the usage."""
+    result = wanted(running, row)
+    want = generated(row, result)
+    answer = running.ask(row.kind, **row.body)
+    assert said(answer) == want and answer.model == "demo"
+    assert [choice.index for choice in answer.choices] == [*range(len(want))]
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, last = running.ask(row.kind, **more, **row.body)
     assert [in_parts(events, i) for i in range(len(want))] == want
+    for usage in (answer.usage, last.usage):
+        assert usage.prompt_tokens == sum(result.prompt_tokens[:: row.body.get("n", 1)])
+        assert usage.completion_tokens == sum(map(len, result.tokens))
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert not last.choices and events[0].usage is None and len(events) >= 2
     assert len({(event.id, event.seed) for event in events}) == 1
     choices = [choice for event in events for choice in event.choices]
@@ -231,14 +225,53 @@ def test_a_stream_is_the_whole_in_parts(running, row):
     assert sum(drafted["tokens"] for drafted in told) == last.usage.completion_tokens
     assert sum(drafted["accepted"] for drafted in told) == details.accepted_prediction_tokens
     assert sum(drafted["rejected"] for drafted in told) == details.rejected_prediction_tokens
+    schema = WEATHER if row.grammar == "weather" else row.grammar
+    for text, reason in want:
+        if schema and reason != "length":
+            jsonschema.validate(json.loads(text), schema)
 
 
-def test_many_clients_at_once(running):
-    """Each gets what it gets alone."""
+BROKEN = (b"{", b"[1]", b'{"prompt": 1}', b'{"prompt": "a", "n": "x"}', b"\xff")
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+GROWTH = 16  # MiB that this process may grow by after a quarter of many requests
+
+
+def memory() -> float:
+    """The resident memory of this process, in which the server runs (MiB)."""
+    return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def is_served(running, number: int, want: dict[str, list]) -> bool:
+    """Send a row, or what clients do that break off. Returns: whether the answer is as it must be"""
+    row = ROWS[number % len(ROWS)]
+    round = number // len(ROWS)
+    if round % 5 == 0:
+        return said(running.ask(row.kind, **row.body)) == want[row.name]
+    if round % 5 == 1:
+        events = [*running.ask(row.kind, stream=True, **row.body)]
+        return [in_parts(events, i) for i in range(len(want[row.name]))] == want[row.name]
+    if round % 5 == 2:  # leaves behind the first event
+        with running.ask(row.kind, stream=True, **row.body | {"max_tokens": 400}) as events:
+            return next(iter(events)).model == "demo"
+    if round % 5 == 3:
+        return running.raw(BROKEN[number % len(BROKEN)])[0] == 400
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
+        client.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")  # leaves in a body
+    return True
+
+
+@pytest.mark.parametrize("rounds", [1, *slow([25, 250])])  # thousands of requests take minutes
+def test_many_clients_at_once(running, rounds):
+    """Each gets what it gets alone, whoever leaves or sends what is no request; memory stays flat."""
+    want = {row.name: generated(row, wanted(running, row)) for row in ROWS}
+    sizes = []
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda row: running.ask(row.kind, **row.body), ROWS))
-    for row, answer in zip(ROWS, answers):
-        assert said(answer) == generated(row, wanted(running, row)), row.name
+        for part in range(rounds):
+            numbers = range(part * len(ROWS), (part + 1) * len(ROWS))
+            found = list(pool.map(lambda number: is_served(running, number, want), numbers))
+            assert all(found), (part, [ROWS[i].name for i, fits in enumerate(found) if not fits])
+            sizes.append(memory())
+    assert rounds == 1 or sizes[-1] - sizes[rounds // 4] < GROWTH, sizes
 
 
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -290,42 +323,44 @@ def test_a_response_is_the_chats_answer(running, fields, chat):
 # ------------------------------------------------------------------------------- log-probabilities
 
 
-@pytest.mark.parametrize("more", [{"logprobs": 2}, {"logprobs": 0}, {"logprobs": 2, "stop": ["e", "zz"]}], ids=str)  # fmt: skip
-def test_logprobs_of_a_completion(running, more):
+SCORED = [  # a kind, fields; the texts of tokens are the answer's
+    *((COMPLETION, {"max_tokens": 60, "n": 2, **more}) for more in ({"logprobs": 2}, {"logprobs": 0}, {"logprobs": 2, "stop": ["e", "zz"]})),
+    *((CHAT, {"max_tokens": 6, "logprobs": True, "top_logprobs": 3, **more}) for more in ({}, {"tools": TOOLS, "tool_choice": NAMED})),
+]  # fmt: skip
+
+
+def scores_of(choice: Any) -> list[tuple[str, float, list[float]]]:
+    """Of each token of a choice or an event: its text, its log-probability, those of the likeliest."""
+    if choice.logprobs is None:
+        return []
+    if hasattr(choice.logprobs, "token_logprobs"):
+        tops = [[*top.values()] for top in choice.logprobs.top_logprobs]
+        return [*zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, tops)]
+    tokens = choice.logprobs.content
+    assert all(token.token.encode() == bytes(token.bytes) for token in tokens)
+    return [(t.token, t.logprob, [each.logprob for each in t.top_logprobs]) for t in tokens]
+
+
+@pytest.mark.parametrize("kind, body", SCORED, ids=str)
+def test_log_probabilities(running, kind, body):
     """With the texts of tokens, their places, and the likeliest ones; they end where the text does."""
-    options = {"max_tokens": 60, "n": 2, **more}
-    events = [event.choices[0] for event in running.ask(stream=True, **options)]
-    for choice in running.ask(**options).choices:
-        scores = choice.logprobs
-        starts = [sum(map(len, scores.tokens[:n])) for n in range(len(scores.tokens))]
-        assert scores.text_offset == starts and starts[-1] < len(choice.text)
-        assert "".join(scores.tokens)[: len(choice.text)] == choice.text
-        for token, own, top in zip(scores.tokens, scores.token_logprobs, scores.top_logprobs):
-            assert own <= 0 and top[token] == own
-            assert max(more["logprobs"], 1) <= len(top) <= more["logprobs"] + 1
-            assert max(top.values()) == list(top.values())[0]
+    most = body.get("top_logprobs", body["logprobs"])
+    events = [event.choices[0] for event in running.ask(kind, stream=True, **body)]
+    for choice in running.ask(kind, **body).choices:
+        scores = scores_of(choice)
+        text = choice.text if kind == COMPLETION else choice.message.content
+        begins = "".join(token for token, *_ in scores)
+        assert begins.strip().startswith(text.strip())  # a chat's text has no space before it
+        for _, own, top in scores:
+            assert own <= top[0] <= 0 and (top[:most] == sorted(top[:most], reverse=True))
+            assert most <= len(top) <= most + (kind == COMPLETION)
+            assert kind == CHAT or own in top
+        if kind == COMPLETION:
+            starts = [sum(len(token) for token, *_ in scores[:n]) for n in range(len(scores))]
+            assert choice.logprobs.text_offset == starts and starts[-1] < len(text)
         own = [event for event in events if event.index == choice.index]
-        joined = [score for event in own for score in event.logprobs.token_logprobs]
-        assert joined == scores.token_logprobs
-    assert running.ask(logprobs=False).choices[0].logprobs is None
-
-
-@pytest.mark.parametrize("tools", [{}, {"tools": TOOLS, "tool_choice": NAMED}], ids=["text", "cut"])
-def test_logprobs_of_a_chat(running, tools):
-    """Of a call that is cut, too, which is text."""
-    options = {"max_tokens": 6, "logprobs": True, **tools}
-    choice = running.ask(CHAT, **options, top_logprobs=3).choices[0]
-    data = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
-    assert data.decode().strip() == choice.message.content.strip()
-    assert len(choice.logprobs.content) == 6
-    for token in choice.logprobs.content:
-        assert len(token.top_logprobs) == 3 and token.token.encode() == bytes(token.bytes)
-        logprobs = [each.logprob for each in token.top_logprobs]
-        assert logprobs == sorted(logprobs, reverse=True) and token.logprob <= logprobs[0]
-    streamed = [event.choices[0].logprobs for event in running.ask(CHAT, stream=True, **options)]
-    tokens = [token for each in streamed if each for token in each.content]
-    assert [t.logprob for t in tokens] == [t.logprob for t in choice.logprobs.content]
-    assert not any(token.top_logprobs for token in tokens)
+        assert [score for event in own for score in scores_of(event)] == scores
+    assert running.ask(kind, logprobs=False).choices[0].logprobs is None
 
 
 # ------------------------------------------------------------------------------------------ drafts
@@ -570,9 +605,8 @@ def test_an_origin_or_host_that_can_never_match(option, value, found):
 def test_who_does_not_go_on_is_dropped(running, monkeypatch):
     """One that sends half a body."""
     monkeypatch.setattr(transport, "READ_S", 0.3)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
-        client.sendall(head + b"Content-Length: 99\r\n\r\n{")
+        client.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")
         assert client.recv(12) == b"HTTP/1.1 408"
     assert running.ask(max_tokens=1).usage.completion_tokens == 1
 
@@ -605,17 +639,15 @@ def test_a_silent_stream_has_comments(running, monkeypatch):
     assert text == running.ask().choices[0].text
 
 
-@pytest.mark.parametrize("host, remedy", [
-    ("192.0.2.1", "an address of this machine"), ("no such host", "an address of this machine"), ("", "an address"),
-    ("a" * 70, "an address of this machine"), ("127.0.0.1", "name another --port"),
-])  # fmt: skip
-def test_an_address_that_cannot_be_had_is_one_line(host, remedy, capsys):
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "", "a" * 70, "127.0.0.1"])
+def test_an_address_that_cannot_be_had_is_one_line(host, capsys):
     """Of another machine, or a port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as stop:
-        port = taken.getsockname()[1] if remedy.endswith("--port") else 0
+        port = taken.getsockname()[1] if host == "127.0.0.1" else 0
         argv = [*ARGV, "--host", host, "--port", str(port)]
         serve.main(*parse_given(serve.ServeConfig, "serve.py", "", argv))
     err = capsys.readouterr().err
+    remedy = "name another --port" if port else "an address"
     assert stop.value.code == 2 and err.count("\n") == 1 and remedy in err
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -35,14 +34,13 @@ from helpers import (
     golden_case,
     golden_head,
     golden_target,
-    refused,
 )
 from kv_cache import KVCache, causal_window
 from models.steps import HeadNorm
 from reference import TORCH, use_backend
 from run.heads import load_method, rows_of
 from run.options import DEMO, GenerateConfig
-from scripts.train import data, train_block, train_eagle, training
+from scripts.train import data, train_eagle, training
 from scripts.train.acceptance import ALPHAS, chains, evaluate
 from scripts.train.data import Dialogue, Example, best_tokens, default_aux_layers, marked_tokens
 from scripts.train.losses import DECAY, STEPS, LossOptions, unrolled_losses
@@ -578,52 +576,3 @@ def test_muon_in_fp32_is_torchs(shape):
         ends.append(p.detach())
     update = (ends[0] - start).abs().max()
     assert update > 0.1 and (ends[0] - ends[1]).abs().max() < 0.02 * update
-
-
-# ----------------------------------------------------------------------------------------- mistakes
-
-
-OLD_HEAD = {"init": str(GOLDEN / CASES[1][1]), "draft_vocab": 0}
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"token_weight": 0.2}, "--token_weight belongs to heads of version 1"),
-        (OLD_HEAD | {"checkpoint": str(GOLDEN / CASES[1][0])},
-         "is a head of version 1; train it with --version 1"),
-        ({"init": str(GOLDEN / HEAD), "draft_vocab": 0, "version": 1}, "is a head of version 3; train it with --version 3"),
-        ({"init": str(GOLDEN / HEAD)}, "has a draft vocabulary already"),
-        ({"init": "nowhere"}, "no such"),
-        ({"init": "MEDUSA"}, "a head of the kind medusa"),
-    ],
-)  # fmt: skip
-def test_heads_and_options_that_do_not_fit(options, message, quick, tmp_path):
-    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
-    if options.get("init") == "MEDUSA":
-        options = {"init": str(tmp_path)}
-    with pytest.raises(ValueError, match=message) as error:
-        train(TrainConfig(**{"out": str(tmp_path), **COMMON, **options}))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("program", [train_eagle, train_block])
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--resume"], "holds no unfinished run; leave --resume out to start one"),
-        (["--data=demo.jsonl"], "--data: there is no file demo.jsonl; name another"),
-        (["--features=nowhere/f.bin"], "nowhere/f.bin"),
-        (["--threads=-1"], "--threads must be at least 0; it is -1"),
-    ],
-)
-def test_programs_refuse_mistakes_before_they_load(
-    program, flags, message, tmp_path, monkeypatch, capsys
-):
-    def load_target(config):
-        raise AssertionError("the target was loaded first")
-
-    monkeypatch.setattr(training, "load_target", load_target)
-    name = Path(program.__file__).name
-    monkeypatch.setattr(sys, "argv", [name, f"--out={tmp_path}", "--device=cpu", *flags])
-    assert message in refused(capsys, program.main)

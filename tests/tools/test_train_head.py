@@ -251,28 +251,7 @@ def test_a_card_says_what_is_fastest():
     assert "--draft ngram --chat" in train_head.use(config, rows)
 
 
-# ----------------------------------------------------------------------------------------- mistakes
-
-MISTAKES = [  # changes of the command, words of the one line
-    ({"checkpoint": "nowhere"}, "no such directory: nowhere"), ({"chat": ""}, "has no chat template; use --chat NAME"),
-    ({"prompts": "none.jsonl"}, "--prompts: cannot read none.jsonl"), ({"prompts": "SMALL/one.jsonl"}, "one.jsonl line 2: it must be like"),
-    ({"prompts": "SMALL/two.jsonl"}, "two.jsonl line 1: it must be like"), ({"given": 1.5}, "--given must be"),
-    ({"out": "SMALL/other"}, "holds something else than a run"), ({"out": "SMALL/given.jsonl"}, "is a file; name a directory"),
-    ({"tokens": 9000}, "drop --hours"), ({"kind": "dflash2", "init": "a"}, "--init goes on with an EAGLE-3 head"),
-]  # fmt: skip
-
-
-def test_mistakes_are_one_line(small, capsys):
-    checkpoint = tiny_model(small)
-    (small / "one.jsonl").write_text('{"turns": ["a"]}\n{"q": 1}\n')
-    (small / "two.jsonl").write_text('{"turns": [" "]}')
-    (small / "other").mkdir()
-    (small / "other" / "config.json").touch()
-    for changes, message in MISTAKES:
-        named = {name: str(value).replace("SMALL", str(small)) for name, value in changes.items()}
-        words = arguments(small, checkpoint, **named)
-        assert message in refused(capsys, train_head.main, words, prints=True)
-    assert not (small / "head" / "answers").exists()
+# ----------------------------------------------------------------------------------- another run
 
 
 def test_a_run_is_of_one_target_and_its_options(small, monkeypatch, capsys):
