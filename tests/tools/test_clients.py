@@ -37,11 +37,11 @@ def answer(running, turns: list[str], answers: list[str] = (), **options) -> str
     return generate(engine, [ids], max_new_tokens=12, **options).text[0]
 
 
-def client_run(*argv: str, **environment: str) -> str:
+def client_run(command: str, *argv: str, **environment: str) -> str:
     """Run a client's program. Returns: its output."""
-    command = [sys.executable, "-m", *argv]
     pipes = {"capture_output": True, "text": True, "timeout": 600}
-    done = subprocess.run(command, env=os.environ | environment, **pipes)
+    line = [sys.executable, "-m", *command.split(), *argv]
+    done = subprocess.run(line, env=os.environ | environment, **pipes)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -53,13 +53,13 @@ def test_llm(running, tmp_path):
     model = f"- model_id: here\n  model_name: demo\n  api_base: {url}\n"
     Path(tmp_path, "extra-openai-models.yaml").write_text(model)
     home = {"LLM_USER_PATH": str(tmp_path)}
-    options = ["-o", "temperature", "0.5", "-o", "seed", "3", "-o", "max_tokens", "12"]
+    options = "-o temperature 0.5 -o seed 3 -o max_tokens 12"
     rule = {"temperature": 0.5, "seed": 3}
-    first = client_run("llm", "-m", "here", *options, "Hello", **home)
+    first = client_run(f"llm -m here {options}", "Hello", **home)
     want = answer(running, ["Hello"], **rule)
     assert first == want + "\n"
-    assert client_run("llm", "-m", "here", "--no-stream", *options, "Hello", **home) == first
-    second = client_run("llm", "-c", *options, "Bye", **home)
+    assert client_run(f"llm -m here --no-stream {options}", "Hello", **home) == first
+    second = client_run(f"llm -c {options}", "Bye", **home)
     assert second == answer(running, ["Hello", "Bye"], [want], **rule) + "\n"
 
 
@@ -90,11 +90,11 @@ def test_lm_eval(running, tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)))
     Path(tmp_path, "here.yaml").write_text(TASK.format(data=data))
     url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
-    flags = "--model local-chat-completions --tasks here --apply_chat_template --model_args"
+    command = "lm_eval --model local-chat-completions --tasks here --apply_chat_template"
+    command += f" --include_path {tmp_path} --output_path {tmp_path / 'out'}"
     model = f"model=demo,base_url={url},num_concurrent=2,max_retries=1"
-    paths = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
     home = {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    client_run("lm_eval", *flags.split(), model, *paths, **home)
+    client_run(command, "--model_args", model, **home)
     (results,) = Path(tmp_path, "out").rglob("results*.json")
     found = json.loads(results.read_text())["results"]["here"]
     assert found["exact_match,none"] == 1.0

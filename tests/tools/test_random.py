@@ -37,20 +37,17 @@ def test_every_family_counts_upwards_with_every_draft(tmp_path, family):
     random = shape_file(tmp_path, FAMILIES[family])
     counted = [[prompt[-1] + n for n in range(1, 41)] for prompt in PROMPTS]
     chain = {"tree": "chain", "quant": "int8", "batch_size": 2}
+    texts = []  # that are sampled, by vanilla and with drafts
     for more in ({"draft": "none"}, {"tree": "dynamic"}, chain):
-        result = generate(load(random=random, **OPTIONS, **more), PROMPTS)
+        engine = load(random=random, **OPTIONS, **more)
+        result = generate(engine, PROMPTS)
         assert result.tokens == counted, more
         assert result.stats["random"] == random
         assert (result.stats["tau"] > 2) == ("tree" in more)
-
-
-def test_sampled_text_is_vanilla_s(tmp_path):
-    given = OPTIONS | {"random": shape_file(tmp_path, {}), "temperature": 1.1, "seed": 3}
-    vanilla, tree = (
-        generate(load(**given, **more), PROMPTS) for more in ({"draft": "none"}, {"tree": "static"})
-    )
-    assert vanilla.tokens == tree.tokens and tree.stats["tau"] > 1.1
-    assert vanilla.tokens != [[prompt[-1] + n for n in range(1, 41)] for prompt in PROMPTS]
+        sampled = generate(engine, PROMPTS, temperature=1.1, seed=3)
+        texts.append(sampled.tokens)
+        assert (sampled.stats["tau"] > 1.1) == ("tree" in more)
+    assert texts[0] == texts[1] != counted  # the third is rounded
 
 
 def test_drafts_are_accepted_where_the_table_says(tmp_path):

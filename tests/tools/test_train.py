@@ -323,6 +323,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(training, "prepare", lambda *of: written())
 
 
+def config_in(folder: Path, **options) -> TrainConfig:
+    return TrainConfig(**COMMON | {"out": str(folder)} | options)
+
+
 def train(config: TrainConfig) -> None:
     training.train(training.ready(config, EAGLE))
 
@@ -338,7 +342,7 @@ def as_vanilla(drafter, **options):
 
 
 def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_path):
-    config = TrainConfig(**COMMON | {"out": str(tmp_path), "steps": 80, "eval_every": 40})
+    config = config_in(tmp_path, steps=80, eval_every=40)
     torch.manual_seed(0)
     fresh = train_eagle.make_head(config, target(), written()[0])
     before = evaluate(fresh, target(), written()[1])["tau"]
@@ -366,7 +370,7 @@ def test_a_trained_head_drafts_better_and_has_the_official_layout(quick, tmp_pat
 
 def test_a_head_of_version_1_may_have_a_draft_vocabulary(tmp_path, quick):
     """It is written as in version 3, and loads, drafts only those tokens, and has the target's rows for them."""
-    config = TrainConfig(**COMMON | {"version": 1, "out": str(tmp_path), "lr": 3e-5})
+    config = config_in(tmp_path, version=1, lr=3e-5)
     head = train_eagle.make_head(config, target(), written()[0])
     train_eagle.save_head(head, config, {"curve": []})
     options = GenerateConfig(
@@ -406,8 +410,7 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, quick):
             del tensors[name]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file(tensors, tmp_path / "model.safetensors")
-    own = {"out": str(tmp_path / "new"), "init": str(tmp_path), "draft_vocab": 0}
-    config = TrainConfig(**COMMON | own)
+    config = config_in(tmp_path / "new", init=str(tmp_path), draft_vocab=0)
     head = train_eagle.make_head(config, target(), [])
     (tmp_path / "new").mkdir()
     train_eagle.save_head(head, config, {"curve": []})
@@ -418,15 +421,12 @@ def test_a_head_with_an_embedding_is_gone_on_with(embedding, tmp_path, quick):
         assert value.requires_grad == (name != "embedding.weight"), name
 
 
-@pytest.mark.parametrize(
-    ("taus", "patience", "steps", "best", "killed", "minutes"),
-    [
-        ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4, True, 0.0),  # two in a row without a higher one
-        ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8, False, 0.5),  # one is not enough
-        ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4, False, 0.0),  # no patience is asked for
-        ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10, True, 0.5),  # of equal ones the last
-    ],
-)
+@pytest.mark.parametrize("taus, patience, steps, best, killed, minutes", [
+    ([1.5, 2.0, 1.9, 1.8, 2.5], 2, 8, 4, True, 0.0),  # two in a row without a higher one
+    ([1.5, 2.0, 1.9, 2.1, 2.05], 2, 10, 8, False, 0.5),  # one is not enough
+    ([1.5, 2.0, 1.9, 1.8, 1.7], 0, 10, 4, False, 0.0),  # no patience is asked for
+    ([1.5, 1.6, 1.7, 1.7, 1.7], 1, 10, 10, True, 0.5),  # of equal ones the last
+])  # fmt: skip
 def test_training_ends_when_tau_no_longer_rises(
     taus, patience, steps, best, killed, minutes, quick, tmp_path, monkeypatch
 ):
@@ -443,11 +443,8 @@ def test_training_ends_when_tau_no_longer_rises(
     monkeypatch.setattr(training, "evaluate", evaluated)
     clock = SimpleNamespace(perf_counter=partial(next, count(0, 3.0)))
     monkeypatch.setattr(training, "time", clock)
-    config = TrainConfig(
-        **COMMON
-        | {"out": str(tmp_path), "steps": 10, "eval_every": 2, "patience": patience}
-        | {"minutes": minutes}
-    )
+    stops = {"patience": patience, "minutes": minutes}
+    config = config_in(tmp_path, steps=10, eval_every=2, **stops)
     save = training.Training.save
 
     def killing(self):
@@ -476,7 +473,7 @@ def test_training_ends_when_tau_no_longer_rises(
 
 def test_training_never_ends_with_a_worse_head_than_its_start(quick, tmp_path, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
-    config = TrainConfig(**COMMON | {"out": str(first), "steps": 2, "eval_every": 2})
+    config = config_in(first, steps=2, eval_every=2)
     train(config)
     taus = iter([2.0, 1.9, 1.8])
     monkeypatch.setattr(training, "evaluate", lambda *of: {"alpha": [0.5], "tau": next(taus)})
@@ -490,12 +487,11 @@ def test_training_never_ends_with_a_worse_head_than_its_start(quick, tmp_path, m
 
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
     """Killed in the second epoch and resumed, with and without files, as an unbroken run: 8 batches, 14 steps."""
-    common = COMMON | {"steps": 14, "eval_every": 11}
     computed: list[int] = []  # batches, by the target's best tokens
 
     def config(name: str, kept: str, **options) -> TrainConfig:
-        folder = str(tmp_path / kept) if kept else ""
-        return TrainConfig(out=str(tmp_path / name), features=folder, **common | options)
+        kept = str(tmp_path / kept) if kept else ""
+        return config_in(tmp_path / name, features=kept, steps=14, eval_every=11, **options)
 
     def counted(target, features):
         computed.append(len(features))
@@ -527,7 +523,7 @@ def kill(self):
 
 def test_features_on_disk_are_those_of_the_target(quick, tmp_path, monkeypatch):
     """Those of both versions, in every epoch and for every seed."""
-    config = TrainConfig(**COMMON | {"out": str(tmp_path), "features": str(tmp_path / "kept")})
+    config = config_in(tmp_path, features=str(tmp_path / "kept"))
     ids, head = data.laid_out(written()[0], 0)[0], golden_head(HEAD, target())
     old = replace(config, version=1)
     three = data.Features(config, target(), head.aux_layers, ids)
