@@ -173,6 +173,7 @@ READ = [  # the fields of a completion; what is read of it
     ({"stop": STOPS}, {"stops": STOPS}), ({"stop": ["", "b", ""]}, {"stops": ["b"]}), ({"stop": "a"}, {"stops": ["a"]}),
     ({"prompt": ["def", [3, 4.0]], "add_special_tokens": False}, {"prompts": [[329], [3, 4]]}),
     ({"max_tokens": -1}, {"most": 2048}), ({"n_predict": 3}, {"most": 3}), ({"seed": -2}, {"seed": 2**64 - 2}),
+    ({"logprobs": 0, "prompt": "def"}, {"prompts": [[1, 329]]}),
     # bounds that may be reached
     ({"n": 15, "temperature": 2, "logprobs": 20, "top_k": 2**31 - 1, "seed": 2**64 - 1, "max_tokens": 1}, {"most": 1}),
     ({"stop": ["a" * 256] * 256, "seed": -(2**63), "draft_tokens": 0}, {"draft_limits": [0]}),

@@ -448,6 +448,7 @@ SLIPS = [  # rows of `Row`
      "<parameter=force>\nnull\n</parameter>\n<parameter=where>\n{'row': None}\n</parameter>\n<parameter=more>\n5\n</parameter>\n</function>", "",
      [("write", {"text": None, "lines": "three", "force": None, "where": {"row": None}, "more": "5"})]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=lines>\n{1, 2}\n</parameter>\n</function>", None, []),
+    ("xml", '<tool_call>\n<function=write>\n<parameter=where>\n{"row": null, "of": "a\nb"}\n</parameter>\n</function>', "", [("write", {"where": {"row": None, "of": "a\nb"}})]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n<parameter=lines>\n3\n</parameter>\n</function>", "", [("write", {"path": "a", "lines": 3})]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\na\n</function>", "", [("write", {"path": "a"})]),
     ("xml", "<tool_call>\n<function=write>\n<parameter=path>\n<parameter=of>\n</parameter>\n</function>", "", [("write", {"path": "<parameter=of>"})]),
