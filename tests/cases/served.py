@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from drafts.by_value import ByValue
 from run.options import DEMO
@@ -67,6 +68,11 @@ def demo_with(root: Path, template: str) -> Path:
 def of_schema(schema: object) -> dict:
     """Return a `response_format` of a schema."""
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+def rows(names: str, table: list[tuple]) -> pytest.MarkDecorator:
+    """Parametrize a test with rows; a test's name has the beginning of its row."""
+    return pytest.mark.parametrize(names, table, ids=[str(row)[:90] for row in table])
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -25,7 +25,7 @@ from tokenizers import models  # noqa: E402
 from drafts.grammar import Grammar  # noqa: E402
 from run.generate import encode, load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
-from served import CHAT, COMPLETION, RESPONSE, Running, demo_with, of_schema  # noqa: E402
+from served import CHAT, COMPLETION, RESPONSE, Running, demo_with, of_schema, rows  # noqa: E402
 from server.batcher import Refusal  # noqa: E402
 from server.bodies import Chat, Completion  # noqa: E402
 from server.options import ServeConfig  # noqa: E402
@@ -110,14 +110,14 @@ PROMPTS = [  # the fields of a request; the messages and variables that the temp
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_a_prompt_is_what_transformers_renders(reader, number):
-    body, messages, variables = PROMPTS[number]
+@rows("body, messages, variables", PROMPTS)
+def test_a_prompt_is_what_transformers_renders(reader, body, messages, variables):
     backend = transformers.PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
     options = {"chat_template": TEMPLATE, "add_generation_prompt": True, "tokenize": False}
     text = backend.apply_chat_template(messages, **options, **variables)
     assert prompt(reader, **body) == reader.engine.tokenizer.encode(text, bos=False, special=True)
-    assert number or all(said in text for said in ("(Ann)", "<think>The sun.", "x2")), "fields"
+    if messages is FIELDS:
+        assert all(said in text for said in ("(Ann)", "<think>The sun.", "x2")), "fields are seen"
 
 
 def test_a_program_names_control_tokens_and_a_user_does_not(reader):
@@ -180,10 +180,9 @@ READ = [  # the fields of a completion; what is read of it
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(READ)))
-def test_parameters_by_the_names_of_openai_vllm_and_llama_cpp(reader, number):
+@rows("body, want", READ)
+def test_parameters_by_the_names_of_openai_vllm_and_llama_cpp(reader, body, want):
     """Those that are missing are the server's own."""
-    body, want = READ[number]
     found = reader.read(Completion, {"prompt": "def"} | body)
     assert {name: getattr(found, name) for name in want} == want
     penalised = RequestReader(reader.engine, replace(reader.config, repetition_penalty=1.3), "demo")
@@ -268,9 +267,8 @@ REQUESTS = [  # the kind, the fields; what the log names
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(REQUESTS)))
-def test_what_agents_and_clients_send(reader, number, capsys):
-    kind, fields, told = REQUESTS[number]
+@rows("kind, fields, told", REQUESTS)
+def test_what_agents_and_clients_send(reader, kind, fields, told, capsys):
     reader.told.clear()
     reader.read(kind, fields)
     err = [line for line in capsys.readouterr().err.splitlines() if "ignored in requests" in line]
@@ -344,10 +342,9 @@ REFUSED = [
 WRONG = [(kind, {name: value}, name, name) for kind, named in VALUES.items() for name, values in named.items() for value in values]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED + WRONG)))
-def test_a_request_is_refused(reader, number):
+@rows("kind, fields, param, words", REFUSED + WRONG)
+def test_a_request_is_refused(reader, kind, fields, param, words):
     """In one line, with the parameter; no long value is repeated, and no option or file named."""
-    kind, fields, param, words = (REFUSED + WRONG)[number]
     body = {name: value for name, value in (LEAST[kind] | fields).items() if value is not None}
     with pytest.raises(Refusal, match=words) as refused:
         reader.read(kind, body)
@@ -415,10 +412,11 @@ SCHEMAS = [  # a schema, a value that it allows, one that it does not, what the 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(SCHEMAS)))
-def test_what_a_schema_asks_beyond_the_library_is_ignored(number, capsys, reader):
+@rows("rules, value, other, told", SCHEMAS)
+def test_what_a_schema_asks_beyond_the_library_is_ignored(
+    rules, value, other, told, capsys, reader
+):
     """And named in a line of the log; the rest is enforced, as a schema or within json_object."""
-    rules, value, other, told = SCHEMAS[number]
     schema = {"type": "object", "additionalProperties": False, **rules}
     jsonschema.validate(value, schema)
     guide = reader.read(Completion, {"prompt": "a"} | typed("json_object", schema=schema)).guide

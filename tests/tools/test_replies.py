@@ -50,6 +50,7 @@ from served import (  # noqa: E402
     Running,
     demo_with,
     of_schema,
+    rows,
     template_of,
     tool,
 )
@@ -137,10 +138,9 @@ CASES = [  # a template, and whether it takes several calls, or why it has no fo
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_a_template_shows_how_calls_are_written(learned, number):
+@rows("text, several", CASES)
+def test_a_template_shows_how_calls_are_written(learned, text, several):
     """Also one that opens the thinking or drops the second call; one without a known form is refused."""
-    text, several = CASES[number]
     if isinstance(several, str):
         with pytest.raises(ValueError, match=several):
             assert learned(text).form
@@ -503,7 +503,7 @@ BESIDE_THINKING = [  # a text behind thinking that the prompt has opened
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if any(row[0] == name for row in SLIPS)])
+@pytest.mark.parametrize("name", dict.fromkeys(row[0] for row in SLIPS))
 def test_what_models_write(learned, name):
     """Slips of form that have one meaning, and texts that have none."""
     form = replace(learned(name).form, controls={})
@@ -514,9 +514,8 @@ def test_what_models_write(learned, name):
         check(row._replace(text=f"<think>{row.text}"), form)
 
 
-@pytest.mark.parametrize("number", range(len(THINKING)))
-def test_thinking_is_taken_out(number):
-    tags, text, thought, rest = THINKING[number]
+@rows("tags, text, thought, rest", THINKING)
+def test_thinking_is_taken_out(tags, text, thought, rest):
     check(Row("", text, rest, thought=thought, opens=tags), None)
 
 
