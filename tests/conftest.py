@@ -36,20 +36,6 @@ def nothing_is_remembered(monkeypatch):
     monkeypatch.setattr("drafts.by_value.file_of", lambda engine: None)
 
 
-def pytest_collection_modifyitems(items):
-    """Mark the tests that a module names as its SMOKE, and run them first, in that order.
-
-    They are some cases of several parameters, which no decorator can pick.
-    """
-    places = {}
-    for item in items:
-        smoke = getattr(item.module, "SMOKE", ())
-        if item.name in smoke:
-            item.add_marker("smoke")
-            places[item] = smoke.index(item.name)
-    items.sort(key=lambda item: places.get(item, len(items)))
-
-
 def pytest_collection_finish(session):
     """Build the C++ operators now, or the first test that needs them would see the note; tests of a GPU need none.
 

@@ -1,8 +1,9 @@
 """The CUDA kernels as Triton compiles them without a GPU, for the tests of tests/cuda.
 
-Each kernel is compiled ahead of time with the plan of its launcher for the target, and read back
-with the disassembler that Triton brings: spills, shared memory, tensor cores. Nothing is
-run, no time is measured.
+1. An operator runs on tensors without data; in place of a launch its kernel and arguments are noted.
+2. The kernel is compiled ahead of time for the target, and read back with the disassembler that Triton
+   brings: spills, shared memory, tensor cores.
+Nothing is run, no time is measured. A new kernel is a row of `CALLS`.
 """
 
 from __future__ import annotations
@@ -10,35 +11,25 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-import backends.triton.attention
-import backends.triton.compact
-import backends.triton.epilogues
-import backends.triton.experts
-import backends.triton.ngram
-import backends.triton.noise
-import backends.triton.norm
-import backends.triton.prompt_attention
-import backends.triton.qmatmul
-import backends.triton.rotary
-import backends.triton.topk
-import backends.triton.tree
-from backends.triton.experts import plan_experts
-from backends.triton.launch import SPLIT_TOKENS, TARGETS
-from backends.triton.layout import BLOCK_FORMS, Form
-from backends.triton.prompt_attention import plan_prompt
-from backends.triton.qmatmul import ProductPlan, plan_product
+from backends.triton.launch import TARGETS
+from backends.triton.layout import BLOCK_FORMS, Form, columns_of, halves_of, inputs_of_block
+from backends.triton.operators import ON_CUDA
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHORT = {dtype: name for name, dtype in DTYPES.items()}
+SHORT |= {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.bool: "i1"}
 FORMATS = ("float", "int4-128", "int4-64", "int4-32", "int8", *BLOCK_FORMS)  # float: as x
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -57,7 +48,7 @@ class Case(NamedTuple):
 
 
 class CycleCase(NamedTuple):
-    """One of the other kernels to compile (`CYCLE_SOURCES`).
+    """One of the other kernels to compile (`CALLS`).
 
     sliding_attention has windows, attention_with_sinks sinks. normed_rotary has norms of queries and keys. block and row are top-k;
     level, best_nodes and link_nodes grow and choose trees.
@@ -75,15 +66,14 @@ class CycleCase(NamedTuple):
     experts: int = 8
 
 
-class Source(NamedTuple):
-    """A kernel and the options of its launch."""
+class Launch(NamedTuple):
+    """A kernel as it would be launched."""
 
     kernel: triton.JITFunction
     types: dict[str, str]  # of its arguments
     constants: dict[str, object]
-    warps: int
-    multiples: tuple[str, ...] = ()  # arguments that are multiples of 16, besides pointers
-    options: dict[str, object] = {}  # others of the launch
+    aligned: list[str]  # arguments that are pointers to, or multiples of, 16
+    options: dict[str, object]
 
 
 class Resources(NamedTuple):
@@ -94,33 +84,6 @@ class Resources(NamedTuple):
     shared_bytes: int  # per block
     tensor_core: str  # instruction and count, or "none"
     disorder: str  # the first access that could race with another block, or ""
-
-
-# types of the kernels' arguments; other pointers are to the type of x, other numbers are i32
-TYPES = {
-    "*i64": "start first slots addresses path chosen above number parents depths expert keys index tokens ranked order",
-    "*i32": "done lists paths",
-    "*i16": "packed",
-    "*i1": "mask seen sees",
-    "*fp32": "squares parts stats cos sin values scores total best",
-}  # fmt: skip
-TYPE_OF = {f"{name}_ptr": kind for kind, names in TYPES.items() for name in names.split()}
-TYPE_OF |= {"eps": "fp32", "sharpness": "fp32"}
-
-
-def source(
-    kernel: triton.JITFunction,
-    dtype: str,
-    constants: dict[str, object],
-    warps: int = 4,
-    multiples: tuple[str, ...] = (),
-    **types: str,
-) -> Source:
-    """Return a kernel with the types of its arguments. types: where they are others"""
-    names = [name for name in kernel.arg_names if name not in constants]
-    usual = {name: f"*{dtype}" if name.endswith("_ptr") else "i32" for name in names}
-    known = {name: kind for name, kind in (TYPE_OF | types).items() if name in usual}
-    return Source(kernel, usual | known, constants, warps, multiples)
 
 
 def form_named(name: str) -> Form:
@@ -134,188 +97,163 @@ def form_named(name: str) -> Form:
     return Form(4, int(name.split("-")[1]), "zeros" if name.endswith("zeros") else "bf16")
 
 
-def product_source(case: Case) -> tuple[Source, ProductPlan]:
-    """Return a product with the plan of its launcher for the target."""
-    bits, group, scales = form_named(case.form)
-    shape = (case.M, case.N, case.K, bits, group, DTYPES[case.dtype], TARGETS[case.target])
-    if case.experts:
-        plan = plan_experts(*shape, case.experts, scales)
-    else:
-        plan = plan_product(*shape, case.epilogue, scales)
-    constants = {
-        "BITS": bits,
-        "GROUP": group,
-        "SCALES": scales,
-        "SPLITS": plan.splits,
-        "TOKENS": plan.tokens,
-        "ROWS": plan.rows,
-        "STAGES": plan.stages,
-    }
-    types = {"packed_ptr": f"*{case.dtype}" if bits == 16 else "*i16"}
-    types["weight_ptr"] = types["packed_ptr"] if case.experts else f"*{case.dtype}"
-    types["scale_ptr"] = {"": "*fp32", "zeros": "*fp32", "bf16": "*i32"}.get(scales, "*fp16")
-    if plan.splits > 1 and case.epilogue in ("none", "swiglu"):
-        types["y_ptr"] = "*fp32"
-    if bits == 16:
-        constants["scale_ptr"] = None
-    kernel, more = _epilogue(case)
-    multiples = ("N", "K") if case.N % 16 == 0 else ("K",)
-    return source(kernel, case.dtype, constants | more, plan.warps, multiples, **types), plan
+# --------------------------------------------------------------------------------- operands without data
 
 
-def _epilogue(case: Case) -> tuple[triton.JITFunction, dict[str, object]]:
-    """Return the kernel of a product with its epilogue, and its constants."""
-    parts = {"PARTS": triton.next_power_of_2(case.K // 64)}
-    if case.experts:
-        return backends.triton.experts.experts_kernel, {"EXPERTS": case.experts}
+def empty(*shape: int, dtype: torch.dtype | str = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=DTYPES.get(dtype, dtype), device="meta")
+
+
+def whole(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.int64)
+
+
+def seen(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.bool)
+
+
+def weight_of(case: Case) -> tuple[Tensor, Tensor | None]:
+    """Return a weight, or a stack of them, and its scales."""
+    form = form_named(case.form)
+    stack = (case.experts,) if case.experts else ()
+    if form.bits == 16:
+        return empty(*stack, case.N, case.K, dtype=case.dtype), None
+    rows = (*stack, triton.cdiv(case.K, inputs_of_block(form.bits)), case.N)
+    packed = empty(*rows, columns_of(form.bits), dtype=torch.int16)
+    if case.form == "int8":
+        return packed, empty(*stack, case.N)
+    if case.form in BLOCK_FORMS:
+        return packed, empty(*rows, halves_of(form), dtype="fp16")
+    if form.scales == "zeros":
+        return packed, empty(*rows, 256 // form.group)
+    return packed, empty(*rows, 128 // form.group, dtype=torch.int32)
+
+
+def product_call(case: Case) -> tuple[str, tuple]:
+    """Return the operator of a product and its operands."""
+    M, N, K, dtype = case.M, case.N, case.K, case.dtype
+    x, weight = empty(M, K, dtype=dtype), weight_of(case)
+    squares = empty(triton.cdiv(K, 64), M)
+    if case.epilogue == "swiglu":
+        return "gated_product", (x, squares, *weight)
     if case.epilogue == "add":
-        return backends.triton.epilogues.add_product_kernel, {}
+        return "add_product", (x, *weight, empty(M, N, dtype=dtype), empty(N, dtype=dtype), 1e-5)
     if case.epilogue == "rotary":  # of heads of 128, normed: the most work
-        heads = backends.triton.rotary.constants_of(case.N // 128 - 16, 8, 128)
-        return backends.triton.epilogues.rotary_product_kernel, parts | heads
-    gated = case.epilogue == "swiglu"
-    absent = parts if gated else {"squares_ptr": None, "PARTS": 0}
-    return backends.triton.qmatmul.matmul_kernel, {"GATED": gated} | absent
+        rope = empty(2, 1, M, 1, 128)
+        norms = *empty(2, 128, dtype=dtype), 1e-5
+        cache = empty(2, 1, 8, 4096, 128, dtype=dtype)
+        return "rotary_product", (x, squares, *weight, *rope, *cache, whole(1, M), *norms)
+    lists = empty(case.experts + 1 + M, dtype=torch.int32) if case.experts else None
+    return "w4a16", (x, *weight, lists, "none")
 
 
-def _attention(case: CycleCase) -> Source:
-    """Return attention of a tree or a token, or of a prompt, with the plan of its launcher."""
-    constants: dict[str, object] = {"H": case.heads, "KV_HEADS": case.kv_heads}
-    if case.kernel != "sliding_attention":
-        constants["first_ptr"] = None
-    if case.kernel != "attention_with_sinks":
-        constants["sinks_ptr"] = None
-    if case.T > SPLIT_TOKENS:
-        plan = plan_prompt(case.E, DTYPES[case.dtype], TARGETS[case.target])
-        tile = {"ROWS": plan.rows, "KEYS": plan.keys, "STAGES": plan.stages}
-        constants |= backends.triton.prompt_attention.constants_of(case.E) | tile
-        return source(
-            backends.triton.prompt_attention.prompt_kernel, case.dtype, constants, plan.warps
-        )
-    if case.T == 1:
-        constants["paths_ptr"] = None
-    plan = backends.triton.attention.plan_attention(case.E, DTYPES[case.dtype])
-    others, options = backends.triton.attention.launch_of(plan, case.E)
-    found = source(backends.triton.attention.attention_kernel, case.dtype, constants | others)
-    return found._replace(options=options)
+def attention_call(c: CycleCase) -> tuple[str, tuple]:
+    q = empty(1, c.T, c.heads, c.E, dtype=c.dtype)
+    cache = empty(2, 1, c.kv_heads, 4096, c.E, dtype=c.dtype)
+    first = whole(1, c.T) if c.kernel == "sliding_attention" else None
+    sinks = empty(c.heads, dtype=c.dtype) if c.kernel == "attention_with_sinks" else None
+    return "tree_attention", (q, *cache, whole(1), seen(1, c.T, c.T), first, 0.0, None, sinks)
 
 
-def _paths(case: CycleCase) -> Source:
-    constants = {"start_ptr": None, "first_ptr": None, "WINDOW": SPLIT_TOKENS}
-    return source(backends.triton.attention.paths_kernel, case.dtype, constants, 1)
+def norm_call(c: CycleCase) -> tuple[str, tuple]:
+    width = c.heads * c.E
+    return c.kernel, (*empty(2, 1, width, dtype=c.dtype), empty(width, dtype=c.dtype), 1e-5)
 
 
-def _add_norm(case: CycleCase) -> Source:
-    width = case.heads * case.E
-    kernel = backends.triton.norm.add_norm_kernel
-    if case.kernel == "add_unscaled":
-        kernel = backends.triton.epilogues.add_unscaled_kernel
-    constants = {"WIDTH": triton.next_power_of_2(width)}
-    return source(kernel, case.dtype, constants, backends.triton.norm.warps_of(width), ("F",))
+def rotary_call(c: CycleCase) -> tuple[str, tuple]:
+    qkv = empty(1, c.T, c.heads + 2 * c.kv_heads, c.E, dtype=c.dtype)
+    cache = empty(2, 1, c.kv_heads, 4096, c.E, dtype=c.dtype)
+    norms = (None, None, 0.0) if c.kernel == "rotary" else (*empty(2, c.E, dtype=c.dtype), 1e-5)
+    return "rotary_cache", (qkv, *empty(2, 1, c.T, 1, c.E), *cache, whole(1, c.T), *norms)
 
 
-def _rotary(case: CycleCase) -> Source:
-    constants = backends.triton.rotary.constants_of(case.heads, case.kv_heads, case.E)
-    constants |= {"HEADS": backends.triton.rotary.HEADS}
-    if case.kernel == "rotary":
-        constants |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"))
-    return source(backends.triton.rotary.rotary_cache_kernel, case.dtype, constants)
+def level_call(c: CycleCase) -> tuple[str, tuple]:  # the best of a dynamic tree of 6 levels
+    scores = empty(1, c.k, c.V, dtype=c.dtype)
+    operands = (scores, 1.0, None, empty(1, c.k), seen(1, c.k, 5 * c.k), None, c.k, c.k, 0)
+    return "grow_level", operands
 
 
-def _compact(case: CycleCase) -> Source:
-    plan = backends.triton.compact.plan_compact(case.T, case.E * DTYPES[case.dtype].itemsize)
-    constants = {"WORDS": plan.words, "WIDTH": plan.width, "STEPS": plan.steps}
-    return source(backends.triton.compact.compact_kernel, case.dtype, constants, plan.warps)
+CALLS = {  # a kernel -> its operator and operands
+    **dict.fromkeys(("attention", "sliding_attention", "attention_with_sinks"), attention_call),
+    **dict.fromkeys(("add_norm", "add_unscaled"), norm_call),
+    **dict.fromkeys(("rotary", "normed_rotary"), rotary_call),
+    "paths": lambda c: ("path_table", (seen(1, c.T, c.T),)),
+    "compact": lambda c: ("compact", ([empty(1, c.kv_heads, 4096, c.E, dtype=c.dtype)], whole(1), whole(1), whole(1, c.T))),
+    "lists": lambda c: ("expert_lists", (whole(480), c.experts)),
+    "noise": lambda c: ("gumbel_noise", (whole(1, 2), whole(1), whole(1), seen(1), whole(1), 7, c.V, 0)),
+    **dict.fromkeys(("block", "row"), lambda c: ("topk_logsumexp", (empty(10, c.V, dtype=c.dtype), c.k))),
+    "level": level_call,
+    "best_nodes": lambda c: ("best_nodes", (empty(1, c.V), c.T - 1)),  # of a pool of V candidates
+    "link_nodes": lambda c: ("link_nodes", (whole(1, c.T - 1), whole(1, c.V), 6)),
+    "match": lambda c: ("longest_matches", (whole(1, 4096), whole(1), whole(4096), 10, 4, 1, 6)),
+}  # fmt: skip
 
 
-def _best_nodes(case: CycleCase) -> Source:  # of a pool of case.V candidates
-    constants = {"POOL": triton.next_power_of_2(case.V)}
-    return source(backends.triton.tree.best_nodes_kernel, case.dtype, constants)
+# ------------------------------------------------------------------------------------------ launches
 
 
-def _link_nodes(case: CycleCase) -> Source:  # of case.T nodes
-    constants = backends.triton.tree.tiles_of_tree(case.V, case.T, 6)
-    return source(backends.triton.tree.link_nodes_kernel, case.dtype, constants, 8)
+def launch_of(kernel: triton.JITFunction, values: dict[str, Any]) -> Launch:
+    """Return a launch by its arguments and options, specialized as Triton does it."""
+    types, constants, aligned = {}, {}, []
+    for param in kernel.params:
+        value = values.pop(param.name)
+        constant = param.is_constexpr or value is None
+        if constant or (type(value) is int and value == 1 and not param.do_not_specialize):
+            constants[param.name] = value
+        elif isinstance(value, Tensor):
+            types[param.name] = f"*{SHORT[value.dtype]}"
+            aligned.append(param.name)
+        else:
+            types[param.name] = "fp32" if isinstance(value, float) else "i32"
+            if type(value) is int and value % 16 == 0 and not param.do_not_specialize:
+                aligned.append(param.name)
+    return Launch(kernel, types, constants, aligned, values)
 
 
-def _match(case: CycleCase) -> Source:
-    constants = backends.triton.ngram.constants_of(10, 4, 1, 6)
-    types = dict.fromkeys(("text_ptr", "pos_ptr", "kept_ptr", "chains_ptr", "lengths_ptr"), "*i64")
-    kernel = backends.triton.ngram.match_kernel
-    return source(
-        kernel, case.dtype, constants, backends.triton.ngram.WARPS, **types | {"keys_ptr": "*i32"}
-    )
+def launches(target: str, operator: str, operands: tuple) -> list[Launch]:
+    """Return what an operator would launch on a target."""
+    found: list[Launch] = []
+
+    def run(kernel: triton.JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        found.append(launch_of(kernel, dict(zip(kernel.arg_names, args)) | named))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.JITFunction, "run", run)
+        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        for module in ("qmatmul", "epilogues"):
+            patch.setattr(f"backends.triton.{module}.device_of", lambda _: TARGETS[target])
+        for module in ("attention", "epilogues"):
+            patch.setattr(f"backends.triton.{module}.counters", lambda _: whole(2**16).int())
+        ON_CUDA[operator](*operands)
+    return found
 
 
-def _lists(case: CycleCase) -> Source:
-    constants = {"EXPERTS": case.experts, "BLOCK": backends.triton.experts.LISTED}
-    return source(backends.triton.experts.lists_kernel, case.dtype, constants)
+def product_launches(case: Case) -> list[Launch]:
+    """Return the launches of a product; the first is the product itself."""
+    return launches(case.target, *product_call(case))
 
 
-def _block(case: CycleCase) -> Source:
-    return source(
-        backends.triton.topk.block_kernel, case.dtype, {"BLOCK": backends.triton.topk.BLOCK}
-    )
+def launch(case: Case | CycleCase) -> Launch:
+    """Return the launch of a case. What it needs stands before it, and sums of splits behind it."""
+    if isinstance(case, Case):
+        return product_launches(case)[0]
+    found = launches(case.target, *CALLS[case.kernel](case))
+    return found[0 if case.kernel == "block" else -1]
 
 
-def _row(case: CycleCase) -> Source:
-    blocks = triton.cdiv(case.V, backends.triton.topk.BLOCK)
-    constants = {"BLOCKS": triton.next_power_of_2(blocks)}
-    return source(backends.triton.topk.row_kernel, case.dtype, constants, 1)
+# ----------------------------------------------------------------------------------------- compiling
 
 
-def _level(case: CycleCase) -> Source:  # the best of a dynamic tree of 6 levels
-    blocks = triton.cdiv(case.V, backends.triton.topk.BLOCK)
-    constants = {"ids_ptr": None, "places_ptr": None}
-    constants |= backends.triton.topk.tiles_of_level(case.k, blocks, case.k, case.k, 5 * case.k)
-    return source(backends.triton.topk.level_kernel, case.dtype, constants, above_ptr="*fp32")
-
-
-def _noise(case: CycleCase) -> Source:
-    words = dict.fromkeys(("seed_ptr", "prompt_ptr", "sample_ptr", "first_ptr"), "*i64")
-    constants = {"DOMAIN": 0, "WORDS": backends.triton.noise.WORDS}
-    types = words | {"greedy_ptr": "*i1", "noise_ptr": "*fp32"}
-    return source(backends.triton.noise.gumbel_kernel, case.dtype, constants, **types)
-
-
-CYCLE_SOURCES: dict[str, Callable[[CycleCase], Source]] = {
-    "attention": _attention,
-    "sliding_attention": _attention,
-    "attention_with_sinks": _attention,
-    "paths": _paths,
-    "add_norm": _add_norm,
-    "add_unscaled": _add_norm,
-    "rotary": _rotary,
-    "normed_rotary": _rotary,
-    "compact": _compact,
-    "lists": _lists,
-    "noise": _noise,
-    "block": _block,
-    "row": _row,
-    "level": _level,
-    "best_nodes": _best_nodes,
-    "link_nodes": _link_nodes,
-    "match": _match,
-}
-
-
-def cycle_source(case: CycleCase) -> Source:
-    """Return a kernel of a decode cycle, with the plan of its launcher for the target."""
-    return CYCLE_SOURCES[case.kernel](case)
-
-
-def compile_for(target: str, source: Source) -> CompiledKernel:
+def compile_for(target: str, launch: Launch) -> CompiledKernel:
     """Compile a kernel ahead of time."""
-    names = source.kernel.arg_names
-    aligned = [name for name in source.types if name.endswith("_ptr")] + list(source.multiples)
+    names = launch.kernel.arg_names
     ast = ASTSource(
-        fn=source.kernel,
-        signature=source.types | dict.fromkeys(source.constants, "constexpr"),
-        constexprs=source.constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        fn=launch.kernel,
+        signature=launch.types | dict.fromkeys(launch.constants, "constexpr"),
+        constexprs=launch.constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
     )
-    options = {"num_warps": source.warps} | source.options
-    return triton.compile(ast, target=GPUTarget("cuda", int(target), 32), options=options)
+    return triton.compile(ast, target=GPUTarget("cuda", int(target), 32), options=launch.options)
 
 
 def disassemble(kernel: CompiledKernel) -> tuple[str, str]:
@@ -358,9 +296,9 @@ def disorder_of(ptx: str) -> str:
     return ""
 
 
-def resources(target: str, source: Source) -> Resources:
+def resources(target: str, launch: Launch) -> Resources:
     """Compile a kernel and read its resources back."""
-    kernel = compile_for(target, source)
+    kernel = compile_for(target, launch)
     usage, code = disassemble(kernel)
 
     def used(name: str) -> int:
@@ -377,22 +315,6 @@ def resources(target: str, source: Source) -> Resources:
         tensor_core=" ".join(tensor_core) or "none",
         disorder=disorder_of(kernel.asm["ptx"]),
     )
-
-
-def fault_of(case: Case, found: Resources) -> str:
-    """Return what is wrong with a compiled product: it spills, does not fit, could race, or does
-    not multiply on tensor cores in 16 bits; "" for nothing.
-    """
-    if found.stack_bytes or found.local_accesses:
-        return f"spills {found.stack_bytes} bytes, {found.local_accesses} accesses"
-    if found.shared_bytes > TARGETS[case.target].shared_bytes:
-        return f"takes {found.shared_bytes} bytes of shared memory"
-    instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
-    if case.dtype == "fp32":
-        instruction = "none"
-    if found.tensor_core.split()[0] != instruction:
-        return f"multiplies with {found.tensor_core}, not {instruction}"
-    return found.disorder
 
 
 def cases(N: int) -> list[Case]:

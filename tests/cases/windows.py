@@ -1,6 +1,6 @@
 """Steps of every kind over layers with sliding windows, and what each of their rows must compute.
 
-test_functions.py runs them on CPUs, interpreter_cycle.py by the CUDA kernels.
+test_functions.py runs them on CPUs, kernels.py by the CUDA kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layouts of weights for CUDA: planes of codes, words of scales, and products with them in plain operations.
 
-The kernels that read them are tested in cases/interpreter_products.py, test_kernels_triton.py and test_gpu.py.
+The kernels that read them are tested in cases/kernels.py and test_kernels_triton.py.
 """
 
 import sys

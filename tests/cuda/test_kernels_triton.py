@@ -17,10 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 triton = pytest.importorskip("triton", reason="needs Triton, which is to be had for Linux")
 
 import backends.experts  # noqa: E402
-import backends.triton.attention  # noqa: E402
 import backends.triton.layout  # noqa: E402
 import backends.triton.topk  # noqa: E402
 import backends.triton.tree  # noqa: E402
+from backends.triton.attention import (  # noqa: E402
+    CHUNK,
+    ROWS,
+    gathering_blocks,
+    plan_attention,
+    splits_of,
+)
 from backends.triton.experts import most_tiles, plan_experts  # noqa: E402
 from backends.triton.launch import SPLIT_TOKENS, TARGETS  # noqa: E402
 from backends.triton.layout import BLOCK_FORMS  # noqa: E402
@@ -29,7 +35,6 @@ from backends.triton.qmatmul import (  # noqa: E402
     choose_splits,
     minus_zero,
     plan_product,
-    sum_kernel,
     unpack_asm,
 )
 from compiled_kernels import (  # noqa: E402
@@ -38,15 +43,13 @@ from compiled_kernels import (  # noqa: E402
     cases,
     compile_for,
     cycle_cases,
-    cycle_source,
     disassemble,
     disorder_of,
     expert_cases,
-    fault_of,
     form_named,
-    product_source,
+    launch,
+    product_launches,
     resources,
-    source,
 )
 from helpers import Mixture, Operators, planes_of_cuda, slow  # noqa: E402
 from model import ModelConfig  # noqa: E402
@@ -60,24 +63,19 @@ pytestmark = pytest.mark.usefixtures("_fresh_cache")
 
 
 def check(case: Case | CycleCase) -> None:
-    """A kernel fits its target, keeps everything in registers, and attends on tensor cores unless in fp32.
+    """A kernel fits its target, keeps everything in registers, and multiplies on tensor cores unless in fp32.
 
-    Trees and tokens do by mma.m16n8k16 everywhere, which adds their keys in order.
+    Trees and tokens attend by mma.m16n8k16 everywhere, which adds their keys in order.
     """
-    if isinstance(case, Case):
-        kernel, plan = product_source(case)
-        found = resources(case.target, kernel)
-        assert fault_of(case, found) == "", (case, plan, found)
-        return
-    found = resources(case.target, cycle_source(case))
+    found = resources(case.target, launch(case))
     assert (found.stack_bytes, found.local_accesses, found.disorder) == (0, 0, ""), (case, found)
     assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
     instruction = "none"
-    if "attention" in case.kernel and case.dtype != "fp32":
-        instruction = "HMMA"
-        if case.T > SPLIT_TOKENS:
-            instruction = {"90": "HGMMA", "100": "UTCHMMA"}.get(case.target, "HMMA")
-    assert found.tensor_core.split()[0] == instruction, found
+    if case.dtype != "fp32" and (isinstance(case, Case) or "attention" in case.kernel):
+        of_tree = isinstance(case, CycleCase) and case.T <= SPLIT_TOKENS
+        newer = {} if of_tree else {"90": "HGMMA", "100": "UTCHMMA"}
+        instruction = newer.get(case.target, "HMMA")
+    assert found.tensor_core.split()[0] == instruction, (case, found)
 
 
 # one of each kernel; the slow ones are shapes and formats that test_compiled_all has not
@@ -158,7 +156,7 @@ def test_a_path_is_read_before_any_of_it_is_written(target, dtype, E, T):
     """By all warps of a block: a barrier stands between the last load and the first store; both move 16 bytes."""
     case = CycleCase(target, "compact", dtype, E, T=T)
     check(case)
-    _, code = disassemble(compile_for(target, cycle_source(case)))
+    _, code = disassemble(compile_for(target, launch(case)))
     found = re.findall(r"\b(LDG|STG|BAR)\b\S*?(\.128)?\s", code)
     names = [name for name, _ in found]
     barrier = names.index("BAR", len(names) - names[::-1].index("LDG"))
@@ -181,7 +179,7 @@ def test_attention_adds_as_it_is_written(target, dtype, T):
     Every product and sum is rounded by itself, so that no later compiler can contract it; tensor cores add 16 keys at a
     time, by one instruction; nothing is copied through the L1 cache, nor asynchronously, behind the counter of blocks.
     """
-    ptx = compile_for(target, cycle_source(CycleCase(target, "attention", dtype, T=T))).asm["ptx"]
+    ptx = compile_for(target, launch(CycleCase(target, "attention", dtype, T=T))).asm["ptx"]
     assert re.search(r"\bmul\.rn\.f32", ptx)
     assert not re.findall(r"\b(?:mul|add|sub)(?:\.ftz)?\.f32\S*", ptx)
     products = set(re.findall(r"(?:wgmma|tcgen05|w?mma)\.[\w.:]+", ptx))
@@ -199,7 +197,7 @@ def test_layers_with_windows_fit(target, E, T):
     """Those of a prompt spill few registers, once a block: 48 bytes are the most, on an A100."""
     for kernel in ("attention", "sliding_attention") if E == 256 else ("sliding_attention",):
         case = CycleCase(target, kernel, E=E, heads=4, kv_heads=1, T=T)
-        found = resources(case.target, cycle_source(case))
+        found = resources(case.target, launch(case))
         assert found.shared_bytes <= TARGETS[case.target].shared_bytes, (case, found)
         assert found.stack_bytes <= (64 if T > SPLIT_TOKENS else 0), (case, found)
         assert not found.disorder, (case, found)
@@ -208,8 +206,8 @@ def test_layers_with_windows_fit(target, E, T):
 
 def test_races_are_noticed():
     """In a product that hands parts from block to block."""
-    added, _ = product_source(Case("90", "int4-128", "bf16", 16, epilogue="add"))
-    ptx = compile_for("90", added).asm["ptx"]
+    added = Case("90", "int4-128", "bf16", 16, epilogue="add")
+    ptx = compile_for("90", launch(added)).asm["ptx"]
     assert disorder_of(ptx) == ""
     head, atom, tail = ptx.partition("atom.global")
     bare = "".join(head.rsplit("bar.sync", 1))  # without the last barrier in front
@@ -224,8 +222,9 @@ def test_races_are_noticed():
 
 @pytest.mark.parametrize("target", ["90", *slow(["80", "86", "89"])])
 def test_the_sum_of_splits_compiles(target):
-    constants = {"SPLITS": MAX_SPLITS, "BLOCK": 512}
-    found = resources(target, source(sum_kernel, "bf16", constants))
+    product, sums = product_launches(Case(target, "int4-128", "bf16", 16, 64, 14336))
+    assert sums.constants["SPLITS"] == MAX_SPLITS
+    found = resources(target, sums)
     assert (found.stack_bytes, found.local_accesses) == (0, 0), found
 
 
@@ -234,37 +233,25 @@ def test_the_sum_of_splits_compiles(target):
 
 def test_every_slot_has_a_block():
     """As many chunks are launched as the longest prefix takes: 16 of 256 slots, 8 of 512, 8 of 1,024 ..."""
-    CHUNK = backends.triton.attention.CHUNK
     ends = [CHUNK * i for i in range(1, 17)]
     for doubled in range(1, 6):
         ends += [ends[-1] + (CHUNK << doubled) * i for i in range(1, 9)]
     for S in (1, 100, 256, 257, 1000, 4095, 4096, 4097, 5000, 8192, 8193, 40000, 131072):
         want = next(n for n, end in enumerate(ends, 1) if end >= S)
-        assert backends.triton.attention.splits_of(S) == want, S
-
-
-def test_no_chunk_is_cut_within_a_tile():
+        assert splits_of(S) == want, S
     for E, dtype in itertools.product((16, 64, 80, 128, 256), (torch.bfloat16, torch.float32)):
-        assert (
-            backends.triton.attention.CHUNK
-            % backends.triton.attention.plan_attention(E, dtype).tile
-            == 0
-        )
+        assert CHUNK % plan_attention(E, dtype).tile == 0, "no chunk is cut within a tile"
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 40])
 def test_every_token_has_a_block_that_gathers_its_path(group):
     """As many blocks are launched as the tokens take whose rows lie in one block, some of them in part."""
-    ROWS = backends.triton.attention.ROWS
     for T, tokens in itertools.product((1, 2, 5, 33, SPLIT_TOKENS), (1, 2, 4)):
-        spans = [
-            min(first + ROWS, T * group) - 1 for first in range(0, T * group, ROWS)
-        ]  # last rows
-        needed = max(
-            triton.cdiv(last // group - first // group + 1, tokens)
-            for first, last in zip(range(0, T * group, ROWS), spans)
-        )
-        assert needed <= backends.triton.attention.gathering_blocks(T, group, tokens) <= needed + 1
+        needed = 0
+        for first in range(0, T * group, ROWS):
+            last = min(first + ROWS, T * group) - 1
+            needed = max(needed, triton.cdiv(last // group - first // group + 1, tokens))
+        assert needed <= gathering_blocks(T, group, tokens) <= needed + 1
 
 
 def test_the_rows_of_a_level_fit_a_tile():
@@ -295,14 +282,24 @@ def test_every_split_has_a_block():
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", ["float", "int8", "int4-128", "int4-64", "int4-32", *BLOCK_FORMS])
 def test_splits_do_not_depend_on_the_number_of_rows(target, form):
+    """Nor, with experts, on that of pairs."""
     bits, group, scales = form_named(form)
+    device = TARGETS[target]
     for dtype in (torch.bfloat16, torch.float32):
-        cuts = [
-            plan_product(M, 4096, 11008, bits, group, dtype, TARGETS[target], "rotary", scales)
-            for M in (1, 16, 17, 32, 33, 64, 65, 256)
+        of = (bits, group, dtype, device)
+        plans = [
+            [
+                plan_product(M, 4096, 11008, *of, "rotary", scales)
+                for M in (1, 16, 17, 32, 33, 64, 65, 256)
+            ]
         ]
-        assert len({cut.splits for cut in cuts}) == 1
-        assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
+        for N, K, experts in ((28672, 4096, 8), (70, 256, 8), (2048, 768, 128)):
+            pairs = (1, 2, 32, 33, 120, 129, 512, 4096)
+            plans.append([plan_experts(P, N, K, *of, experts, scales) for P in pairs])
+            assert plans[-1][0].splits <= -(-K * bits // 1024) or bits in (5, 6)
+        for cuts in plans:
+            assert len({cut.splits for cut in cuts}) == 1
+            assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
 
 
 def spreads(rows: int, experts: int):
@@ -322,19 +319,6 @@ def test_no_spread_makes_more_tiles(experts):
         for tokens in (2, 3, 4):
             tiles = max(sum(-(-n // tokens) for n in spread) for spread in spreads(rows, experts))
             assert most_tiles(rows, experts, tokens) == tiles, (rows, tokens)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", [(16, 0), (4, 128), (4, 64), (4, 32), (8, 0)], ids=str)
-def test_splits_do_not_depend_on_the_number_of_pairs(target, form):
-    for dtype in (torch.bfloat16, torch.float32):
-        for N, K, experts in ((28672, 4096, 8), (70, 96, 8), (2048, 768, 128)):
-            facts = (N, K, *form, dtype, TARGETS[target], experts)
-            cuts = [plan_experts(P, *facts) for P in (1, 2, 32, 33, 120, 129, 512, 4096)]
-            assert len({cut.splits for cut in cuts}) == 1 and cuts[0].splits <= -(
-                -K * form[0] // 1024
-            )
-            assert all(cut.stages >= 2 and cut.tokens in (16, 32, 64) for cut in cuts)
 
 
 # ----------------------------------------------------------------------------------------- assembly
@@ -374,58 +358,45 @@ def emulate(code: str, words: torch.Tensor, *more: torch.Tensor) -> torch.Tensor
     return registers["$0"]
 
 
-@pytest.mark.parametrize("zero", range(-8, 9))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_assembly_subtracts_zero_points(dtype, zero):
-    every, half = torch.arange(2**16), dtype == torch.float16
-    minus = minus_zero(half) & 0xFFFFFFFF | (8 + zero) * 0x10001
-    for plane in range(4):
-        result = emulate(
-            unpack_asm(4, plane, half, "zeros"), every | every << 16, torch.full_like(every, minus)
-        )
-        want = (every >> 4 * plane & 15).double() - 8 - zero
-        for bits in (result & 0xFFFF, result >> 16):
-            assert torch.equal(bits.to(torch.uint16).view(dtype).double(), want)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scales", ["fp16", "fp16-minima"])
-@pytest.mark.parametrize("bits", [5, 6])
-def test_the_assembly_unpacks_high_bits(bits, scales, dtype):
-    """Every word beside random high bits, in both halves of a register."""
-    every = torch.arange(2**16)
-    high = torch.randint(256, (2**16,), generator=torch.Generator().manual_seed(0))
+def summands(bits: int, scales: str, half: bool, high: torch.Tensor) -> list[tuple]:
+    """Return a shift, the second operand and what it adds to a plane's field, [planes, n] or a number."""
+    if scales == "zeros":
+        minus = minus_zero(half) & 0xFFFFFFFF
+        every = range(-8, 9)
+        return [
+            (0, torch.full_like(high, minus | (8 + zero) * 0x10001), -8 - zero) for zero in every
+        ]
+    if bits in (4, 8):
+        return [(0, high, -8 if bits == 4 else 0)]
     zero = 0 if scales == "fp16-minima" else 2 ** (bits - 1)
-    for plane in range(4):
-        for shift in (0, 4) if bits == 5 else (0,):
-            code = unpack_asm(bits, plane, dtype == torch.float16, scales, shift)
-            result = emulate(code, every | every.flip(0) << 16, high | high.flip(0) << 16)
-            above = high >> (shift + (bits - 4) * plane) & (2 ** (bits - 4) - 1)
-            want = ((every >> 4 * plane & 15) + 16 * above).double() - zero
-            for half, expected in ((result & 0xFFFF, want), (result >> 16, want.flip(0))):
-                assert torch.equal(half.to(torch.uint16).view(dtype).double(), expected)
+    found = []
+    for shift in (0, 4) if bits == 5 else (0,):
+        planes = [
+            high >> (shift + (bits - 4) * plane) & (2 ** (bits - 4) - 1) for plane in range(4)
+        ]
+        found.append((shift, high | high.flip(0) << 16, 16 * torch.stack(planes) - zero))
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_assembly_unpacks_every_word(bits, dtype):
-    every = torch.arange(2**16)
-    other = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
-    packed = every.to(torch.uint16).view(torch.int16).view(-1, 1, backends.triton.layout.COLUMNS)
-    unpack = (
-        backends.triton.layout.unpack_int4_planes
-        if bits == 4
-        else backends.triton.layout.unpack_int8_planes
-    )
-    codes = unpack(packed, 1, packed.numel() * 16 // bits).view(
-        -1, 16 // bits, backends.triton.layout.COLUMNS
-    )
-    for plane in range(16 // bits):
-        want = codes[:, plane].flatten().double()  # of word i
-        code = unpack_asm(bits, plane, dtype == torch.float16, "bf16" if bits == 4 else "")
-        result = emulate(code, every | other << 16)
-        for half, expected in ((result & 0xFFFF, want), (result >> 16, want[other])):
-            assert torch.equal(half.to(torch.uint16).view(dtype).double(), expected)
+@pytest.mark.parametrize("bits, scales", [
+    (4, "bf16"), (8, ""), (4, "zeros"), (5, "fp16"), (5, "fp16-minima"), (6, "fp16"), (6, "fp16-minima"),
+])  # fmt: skip
+def test_the_assembly_unpacks_every_word(bits, scales, dtype):
+    """In both halves of a register; beside every zero point, and random high bits."""
+    every, half = torch.arange(2**16), dtype == torch.float16
+    high = torch.randint(256, (2**16,), generator=torch.Generator().manual_seed(0))
+    for shift, second, added in summands(bits, scales, half, high):
+        for plane in range(2 if bits == 8 else 4):
+            field = every >> 4 * plane & 15
+            if bits == 8:
+                field = ((every >> 8 * plane & 255) ^ 128) - 128  # two's complement
+            want = field + (added[plane] if isinstance(added, torch.Tensor) else added)
+            code = unpack_asm(bits, plane, half, scales, shift)
+            result = emulate(code, every | every.flip(0) << 16, second)
+            for found, expected in ((result & 0xFFFF, want), (result >> 16, want.flip(0))):
+                numbers = found.to(torch.uint16).view(dtype).double()
+                assert torch.equal(numbers, expected.double()), (plane, shift)
 
 
 # ---------------------------------------------------------------------------------------- operators
@@ -455,10 +426,7 @@ def as_on_cuda(monkeypatch):
 )
 def test_a_layer_lists_rows_once(as_on_cuda, format, name):
     """The operators that are called. Nothing waits for data: the tensors are fake and hold none."""
-    config = ModelConfig(
-        dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=9, n_experts=4,
-        experts_per_token=2,
-    )  # fmt: skip
+    config = ModelConfig(64, 1, 4, 2, 16, 96, 9, n_experts=4, experts_per_token=2)
     with FakeTensorMode(), torch.no_grad():
         layer = Mixture(config)
         if format != "none":
@@ -481,19 +449,18 @@ def stack_of(format: str, experts: int, N: int, K: int, group: int) -> Linear:
     return linear_of(stack(packed, experts))
 
 
-@pytest.mark.parametrize(
-    "format,bytes_each", [("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128), ("int8", 64 * 516)]
-)
+@pytest.mark.parametrize("format,bytes_each", [
+    ("int4", 64 * 512 // 2 + 2 * 64 * 512 // 128), ("int8", 64 * 516)
+])  # fmt: skip
 def test_experts_are_packed_once(as_on_cuda, format, bytes_each):
     """Stacks hold half a byte or a byte per weight and the scales, and nothing else holds either."""
     layer = stack_of(format, 4, 64, 512, 128)
-    held = [
-        t for module in layer.modules() for t in (*module.buffers(False), *module.parameters(False))
-    ]
+    held = [t for part in layer.modules() for t in (*part.buffers(False), *part.parameters(False))]
     assert sum(t.nbytes for t in held) == 4 * bytes_each
+    blocks = 2 if format == "int4" else 4
     assert layer.data.shape == (
         4,
-        2 if format == "int4" else 4,
+        blocks,
         64,
         backends.triton.layout.COLUMNS,
     )  # [E, blocks, N, words]

@@ -1,0 +1,268 @@
+"""What Triton's interpreter alone tells of the kernels; test_interpreter.py runs this file beside kernels.py.
+
+1. Rows of cases/functions.py by the functions of CUDA's backend.
+2. Cases of single kernels that no row has.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import backends.attention
+import backends.experts
+import backends.triton.compact
+import backends.triton.experts
+import backends.triton.layout
+import backends.triton.norm
+import backends.triton.qmatmul
+import reference
+from backends.epilogues import add_norm_plainly, unnormalized_reference
+from backends.triton.qmatmul import ProductPlan
+from drafts.block_draft import slide
+from functions import ROWS, Row, assert_same, leaves, mapped, run
+from helpers import Mixture, planes_of_cuda, quantized, quantized_experts, rounded, slow
+from interpreted import CUDA, DEVICE
+from kernels import OPERATORS, ROUTINGS, _counters_are_zeros, check_level  # noqa: F401
+from model import ModelConfig
+from reference import TORCH, Backend, use_backend
+from scripts.bench import plans
+from windows import random_step
+
+# a function of a row -> how many of its cases
+COUNTS = {
+    "gumbel": 10, "best": 4, "topk": 8, "select_nodes": 12, "compact": 15, "rms_norm": 2, "attention": 6,
+    "ngram_match": 10,
+}  # fmt: skip
+HERE = [row for row in ROWS if row.name in COUNTS]
+
+
+def in_fp32(row: Row) -> list[tuple]:
+    """Return cases of a row, as many as there is time for: none with a cache in 8 bits, or of millions of numbers."""
+    random.seed(0), torch.manual_seed(0)
+
+    def fits(operands: tuple) -> bool:
+        tensors = leaves(operands)
+        coded = row.name != "compact" and any(x.dtype == torch.int8 for x in tensors)
+        counts = [x for x in operands if isinstance(x, int)]
+        return not coded and sum(x.numel() for x in tensors) < 60_000 and 50_000 not in counts
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if x.is_floating_point() else x
+
+    cases = [mapped(operands, wide) for operands in row.cases() if fits(operands)]
+    return cases[:: max(1, len(cases) // COUNTS[row.name])][: COUNTS[row.name]]
+
+
+@pytest.mark.parametrize("row", HERE, ids=[row.name for row in HERE])
+def test_a_function_is_its_definition(monkeypatch, row):
+    monkeypatch.setattr("backends.triton.ngram.BLOCK", 16)  # places in many tiles
+    monkeypatch.setattr("backends.triton.tree.MOST", 128)  # of nodes, numbered in several pieces
+    cases = in_fp32(row)
+    assert len(cases) >= min(2, COUNTS[row.name])
+    for operands in cases:
+        got = run(row, getattr(CUDA, row.name), operands)
+        want = run(row, row.definition or getattr(TORCH, row.name), operands)
+        sizes = [tuple(x.shape) for x in leaves(operands)]
+        try:
+            assert_same(got, want, {torch.float32: (5e-6, 5e-6)})
+        except AssertionError as error:
+            raise AssertionError(f"{row.name}, operands {sizes}") from error
+
+
+# ------------------------------------------------------------------------------------ single kernels
+
+
+def test_path_table():
+    """Of random masks, by strides, and of rows that see all; places behind a path hold anything."""
+    for B, T, W in ((1, 1, 1), (2, 7, 7), (1, 10, 50), (2, 3, 70)):
+        mask = torch.rand(B, W, T).transpose(1, 2) < 0.4
+        mask[:, :, 0] = mask[:, -1] = True
+        got = OPERATORS.path_table(mask)
+        want = backends.attention._path_table_torch(mask)
+        assert got.dtype == want.dtype and got.shape == want.shape
+        behind = torch.arange(1 + W) > want[:, :, :1]
+        assert torch.equal(got.masked_fill(behind, 0), want.masked_fill(behind, 0))
+
+
+@pytest.mark.parametrize("causal, from_root", [
+    (False, False), *slow([(False, True), (True, False), (True, True)]),
+])  # fmt: skip
+def test_windows_of_blocks(causal, from_root):
+    """Positions of a block that see each other; no slot before their windows is read."""
+    step = random_step("chain", [300, 5], (6, 2), 16)
+    config = SimpleNamespace(sliding_causal=causal, window_from_root=from_root)
+    for size in (280, 4):  # the slots before a window stay unread
+        window = slide(step.window, size, config)
+        operands = window.start, window.mask, window.first
+        want = reference.attention(step.q, step.k.nan_to_num(), step.v.nan_to_num(), *operands)
+        hidden = int(window.first[0].min()) // 64 * 64
+        step.k[0, :, :hidden] = step.v[0, :, :hidden] = float("nan")
+        y = CUDA.attention(step.q, step.k, step.v, *operands)
+        torch.testing.assert_close(y, want, atol=2e-6, rtol=2e-6)
+
+
+def test_levels_of_what_is_cut_away():
+    """Of the first row three tokens are left, of the second one."""
+    logits = torch.full((2, 2, 2500), float("-inf"))
+    logits[:, 0, [7, 2100, 2499]], logits[:, 1, 3] = torch.tensor([-3.0, 2.0, -3.0]), 1e30
+    check_level(logits, 5, 6)
+
+
+def test_levels_of_given_places_and_by_strides():
+    ids = torch.randperm(900)[:310]
+    check_level(torch.randn(3, 2, 310).transpose(0, 1), 4, 5, ids)
+    check_level(torch.randn(2, 3, 310), 4, 5, ids, torch.tensor([[0, 3, 4, 5, 11]]))
+
+
+@pytest.mark.slow
+def test_levels_in_tiles(monkeypatch):
+    monkeypatch.setattr("backends.triton.topk.TILE", 32)
+    check_level(torch.randn(2, 5, 2100), 3, 9)
+
+
+def test_rows_that_stay_are_not_touched():
+    """Not even where they would lie outside of the cache: here in the guards on both of its sides."""
+    memory = torch.randn(3, 2, 4, 16)  # the buffer lies in the middle
+    before, buffer = memory.clone(), memory[1:2]
+    path = torch.tensor([[1, 1, 2, 3, 4, 5, 6]])
+    address = torch.tensor([buffer.data_ptr()])
+    backends.triton.compact.compact([buffer], address, torch.tensor([2]), path)
+    before[1, :, 2] = before[1, :, 3]
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("F", [70, 576])
+def test_norms(F):
+    """Unscaled ones, of a tensor and of a sum that is not in one piece, and whole ones, whose rows are their own."""
+    x, delta, weight = torch.randn(3, F), torch.randn(F, 3).T, torch.rand(F)
+    for given in (None, delta):
+        total, *norm = OPERATORS.add_unscaled(x, given, weight, 1e-5)
+        want = x if given is None else x + given
+        wanted = unnormalized_reference(want, weight, 1e-5)
+        torch.testing.assert_close(norm, [*wanted], atol=5e-4, rtol=5e-5)
+        assert torch.equal(total, want) if given is not None else not total.numel()
+    total, y = CUDA.add_norm(x, delta, weight, 1e-5)
+    wanted = add_norm_plainly(x, delta, weight, 1e-5)
+    torch.testing.assert_close((total, y), wanted, atol=1e-5, rtol=2e-5)
+    alone = CUDA.add_norm(x[1:2], delta[1:2], weight, 1e-5)
+    assert torch.equal(alone[0], total[1:2]) and torch.equal(alone[1], y[1:2])
+    assert torch.equal(CUDA.rms_norm(total, weight, 1e-5), y)
+
+
+def test_a_bias_is_added_to_a_product():
+    """Without a norm behind it."""
+    weights, x, bias = quantized("int4-64", 135, 384), torch.randn(5, 384), torch.randn(135)
+    total, *none = OPERATORS.add_product(x, weights.packed, weights.scale, bias, None, 0.0)
+    torch.testing.assert_close(total, bias + weights.reference(x), atol=5e-4, rtol=5e-5)
+    assert not any(x.numel() for x in none)
+
+
+def test_the_lowest_code_of_eight_bits():
+    """-128, which our own int8 never has, and files of others may."""
+    codes = torch.full((64, 128), -128, dtype=torch.int8)
+    packed = backends.triton.layout.pack_int8_planes(codes)
+    y = OPERATORS.w8a16(torch.ones(2, 128), packed, torch.ones(64), None, "none")
+    assert (y == -128 * 128).all()
+
+
+# ------------------------------------------------------------------------------------------ experts
+
+
+@pytest.mark.parametrize("expert, experts", [
+    *((expert, 8) for expert in [*ROUTINGS.values(), [1] * 63, [0, 7] * 100]),
+    *(([i * i % experts for i in range(150)], experts) for experts in (1, 3, 60, 64, 128)),
+])  # fmt: skip
+def test_lists(expert, experts):
+    expert = torch.tensor(expert)
+    got = OPERATORS.expert_lists(expert, experts)
+    want = backends.experts.expert_lists_reference(expert, experts)
+    assert got.dtype == torch.int32 and torch.equal(got, want)
+
+
+FORMATS = ["float", "int8", "int4-128", "Q4_K"]
+MORE = ["int4-64", "int4-32", "int4-64-zeros", "Q6_K", "Q5_1", "Q8_0"]
+
+
+@pytest.mark.parametrize("form", [*FORMATS, *slow(MORE)])
+def test_idle_experts_are_not_read(form):
+    """A scale or a weight that is not a number would show; a word would not, so it has another value."""
+    weights, expert = quantized_experts(form, 8, 70, 256), torch.tensor([2, 5, 2])
+    x, lists = torch.randn(3, 256), CUDA.route(expert, 8)
+    want = weights.operator(x, lists).clone()
+    idle = [0, 1, 3, 4, 6, 7]
+    weights.weight[idle] = float("nan") if form == "float" else 0x7777
+    if weights.scale is not None:  # -1: two bf16 that are none
+        weights.scale[idle] = -1 if weights.scale.dtype == torch.int32 else float("nan")
+    assert torch.equal(weights.operator(x, lists), want)
+
+
+def test_transposed_weights_of_experts():
+    """As for a gradient."""
+    expert, x = torch.tensor(ROUTINGS["two tokens"]), torch.randn(4, 70)
+    weights = quantized_experts("float", 8, 70, 96)
+    weights = weights._replace(weight=weights.weight.transpose(1, 2))
+    got = weights.operator(x, CUDA.route(expert, 8))
+    torch.testing.assert_close(got, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize("format", ["none", "int8", "int4"])
+def test_a_layer(monkeypatch, format):
+    """A mixture as on CUDA: packed for it, the lists made once, and every row's sum as with plain weights."""
+    config = ModelConfig(64, 1, 4, 2, 16, 96, 9, n_experts=4, experts_per_token=2)
+    plain = Mixture(config).requires_grad_(False)
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    ours, made = Mixture(config).requires_grad_(False), []
+    ours.load_state_dict(plain.state_dict())
+    if format != "none":
+        planes_of_cuda(monkeypatch)
+        group = 32 if format == "int4" else 0  # int8 has a scale per output on CUDA
+        for name in ("w13", "w2"):
+            layer = rounded(format, getattr(plain, name).weight, group=group)
+            setattr(ours, name, layer)
+            getattr(plain, name).weight[:] = layer.dequantize()
+    x = torch.randn(2, 7, 64)
+    want = plain(x)
+
+    def route(expert, experts):
+        made.append(CUDA.route(expert, experts))
+        return made[-1]
+
+    use_backend(ours, Backend(vars(CUDA) | {"route": route}))
+    torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
+    assert len(made) == 1
+
+
+# -------------------------------------------------------------------------------------------- sweep
+
+
+@pytest.mark.parametrize("layer,N", [("wqkv", 384), ("wo", 64), ("w13", 64), ("head", 64)])
+def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer, N):
+    """All calls that would be timed, of every epilogue; and a plan that fails, which is noted."""
+    ran = []
+
+    class Once(plans.Rotated):
+        def seconds(self, unit=""):
+            ran.extend(call() for call in self.calls)
+            return 2e-6
+
+    for name, value in {
+        "Rotated": Once,
+        "TIMES": 1,
+        "copies_of": lambda *_: 2,
+        "COUNTERS": 64,
+    }.items():
+        monkeypatch.setattr(plans, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = plans.Timer(plans.LayerShape("bf16", layer, N, 64), DEVICE, "cpu")
+    plan = ProductPlan(16, 64, 1, 3, 4)
+    assert timer(plan, 1) == 2.0 and len(ran) == 2
+    assert not timer.done.any()
+    assert timer(plan._replace(stages=2), 1) == 2.0, "the same bits"
+    timer.results[1, 1][0].neg_()  # the interpreter has large numbers here
+    assert timer(plan._replace(stages=4), 1) == float("inf")
+    assert "its bits differ" in capsys.readouterr().out
+    monkeypatch.setattr(plans, "Rotated", lambda *_: 1 / 0)
+    assert timer(plan, 2) == float("inf") and "ZeroDivision" in capsys.readouterr().out
