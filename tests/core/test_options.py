@@ -1,4 +1,7 @@
-"""Options: the help and the page, forms of `--tree`, and every kind of user's mistake as one line."""
+"""Options: the help and the page, forms of `--tree`, and every kind of user's mistake as one line.
+
+What a program refuses is a row: a command line, or settings from Python, and words of the answer.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
-from test_structure import run_without
 
 from draft_tree import parse_tree
 from run import parsing
@@ -78,19 +83,13 @@ def test_the_help_and_the_page_have_every_option(capsys):
 # -------------------------------------------------------------------------------------------- forms
 
 
-@pytest.mark.parametrize(
-    "text, options",
-    [
-        ("", {"tree": ""}),
-        ("auto", {"tree": "auto"}),
-        ("auto:6,8,32", {"tree": "auto", "tree_depth": 6, "tree_topk": 8, "tree_size": 32}),
-        ("chain:3", {"tree": "chain", "tree_depth": 3}),
-        ("dynamic:,8", {"tree": "dynamic", "tree_topk": 8}),
-        ("dynamic:6,,32", {"tree": "dynamic", "tree_depth": 6, "tree_size": 32}),
-        ("static", {"tree": "static"}),
-        (HEAD + "/config.json", {"tree_file": HEAD + "/config.json"}),
-    ],
-)
+@pytest.mark.parametrize("text, options", [
+    ("", {"tree": ""}), ("auto", {"tree": "auto"}), ("static", {"tree": "static"}),
+    ("auto:6,8,32", {"tree": "auto", "tree_depth": 6, "tree_topk": 8, "tree_size": 32}),
+    ("chain:3", {"tree": "chain", "tree_depth": 3}), ("dynamic:,8", {"tree": "dynamic", "tree_topk": 8}),
+    ("dynamic:6,,32", {"tree": "dynamic", "tree_depth": 6, "tree_size": 32}),
+    (HEAD + "/config.json", {"tree_file": HEAD + "/config.json"}),
+])  # fmt: skip
 def test_a_tree_is_one_text(text, options):
     """From the command line and from Python."""
     assert parse_tree(text) == options
@@ -100,18 +99,11 @@ def test_a_tree_is_one_text(text, options):
 
 def test_values_as_texts_have_the_types_of_their_fields():
     """As `/set` of a chat and the methods of benchmarks give them."""
-    texts = [
-        "ignore_eos=False",
-        "num-samples=3",
-        "typical_p=0.5",
-        "stop=a",
-        "json=a=b",
-        "eagle=there",
-    ]
-    given = parsing.read_settings(GenerateConfig, texts)
-    assert parsing.by_names(GenerateConfig, given) == {
-        "ignore_eos": False, "num_samples": 3, "typical_p": 0.5, "stop": ("a",), "json": "a=b", "head": "there",
-    }  # fmt: skip
+    texts = ["ignore_eos=False", "num-samples=3", "typical_p=0.5", "stop=a", "json=a=b"]
+    given = parsing.read_settings(GenerateConfig, [*texts, "eagle=there"])
+    given = parsing.by_names(GenerateConfig, given)
+    want = {"ignore_eos": False, "num_samples": 3, "typical_p": 0.5}
+    assert given == want | {"stop": ("a",), "json": "a=b", "head": "there"}
     for text, said in (
         ("dtype", "name=value, as seed=1; it is 'dtype'"),
         ("dtyp=a", "no option dtyp; did you mean dtype?"),
@@ -131,7 +123,43 @@ def test_a_server_has_no_options_of_a_single_run(capsys):
 # ----------------------------------------------------------------------------------------- mistakes
 
 
-# a command line and a part of the line that it is answered with, before torch is imported
+class Ran(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+RUN = """
+import contextlib, io, json, runpy, sys
+missing, lines = json.loads(sys.argv[1])
+sys.modules |= dict.fromkeys(missing)
+ran = []
+for program, *argv in lines:
+    sys.argv = [program, *argv]
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+    ran.append([status, out.getvalue(), err.getvalue()])
+print(json.dumps(ran))
+"""
+
+
+def run_without(modules: tuple[str, ...], lines: list[str]) -> list[Ran]:
+    """Run command lines, one after the other in one process in which imports of some modules fail."""
+    given = json.dumps([modules, [shlex.split(line) for line in lines]])
+    command = [sys.executable, "-c", RUN, given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Ran(*each) for each in json.loads(done.stdout)]
+
+
+SMOLLM2_HEAD = "checkpoints/SmolLM2-135M-Instruct.Q4_1-eagle"
+# a command line and words of its answer, before torch is imported; {odd} is the folder of `odd`
 MISTAKES = [
     # names, files and folders
     ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
@@ -179,17 +207,74 @@ MISTAKES = [
     (f"{OF_IDS} --kv int4", "invalid choice: 'int4' (choose from 'int8')"),
     *[(f"{WITH_HEAD} --tree '{text}'", "numbers from 1 on") for text in NO_TREES],
 ]  # fmt: skip
+# those that need the header of a file, without torch
+OF_HEADERS = [
+    ("generate.py --checkpoint {odd} --prompt a", "architecture PhiForCausalLM is not supported"),
+    (f"generate.py --checkpoint {DEMO} --head {SMOLLM2_HEAD} --prompt a",
+     "hidden_size is 576, the target's is 256; use the head made for this target"),
+    (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.lark --prompt a",
+     "the grammar is refused: 1(10): lexer error"),
+    (f"generate.py --checkpoint {DEMO} --grammar {{odd}}/bad.json --prompt a",
+     "the grammar is refused: Invalid type: strin; correct it"),
+    (f"quantize.py --checkpoint {DEMO} --out {{odd}}", "exists; give --overwrite"),
+    ("quantize.py --checkpoint nowhere --out {odd}/new", "no such directory: nowhere"),
+    ("scripts/serve.py --checkpoint {odd}", "architecture PhiForCausalLM is not supported"),
+    ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
+     "architecture PhiForCausalLM is not supported"),
+    (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),
+    (f"scripts/train_head.py --checkpoint {DEMO} --chat vicuna --out {{odd}}",
+     "holds something else than a run of train_head.py"),
+]  # fmt: skip
+DEMO_LINE = f"generate.py --checkpoint {DEMO}"
+# modules whose imports fail -> rows; torch takes seconds
+REFUSED = {
+    ("torch", "numpy", "safetensors"): [
+        *[(f"generate.py {line}", message) for line, message in MISTAKES],
+        (f"{DEMO_LINE} --chat", "has no chat template"),
+        (DEMO_LINE, "generate.py: torch is not installed; run: pip install -r requirements.txt"),
+        (f"scripts/serve.py --checkpoint {DEMO}", "serve.py: torch is not installed; run: pip install"),
+    ],
+    ("torch", "safetensors"): OF_HEADERS,
+    ("sentencepiece",): [(DEMO_LINE, "generate.py: sentencepiece is not installed; run: pip install")],
+    ("uvicorn",): [("scripts/serve.py", "uvicorn is missing; pip install -r scripts/requirements-")],
+}  # fmt: skip
 
 
-def test_mistakes_are_one_line():
-    """Torch takes seconds: here every import of it, or of numpy, fails."""
-    missing = ("torch", "numpy", "safetensors")
-    ran = run_without(missing, [f"generate.py {line}" for line, _ in MISTAKES])
-    for run, (line, message) in zip(ran, MISTAKES):
-        assert run.status == 2 and message in run.err and len(run.err.splitlines()) == 1, (
-            line,
-            run,
-        )
+@pytest.fixture
+def odd(tmp_path) -> Path:
+    """The demo with an architecture that nobody serves, and grammars that are none."""
+    for file in Path(DEMO).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    raw |= {"architectures": ["PhiForCausalLM"], "model_type": "phi"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "bad.lark").write_text('start: "a')
+    (tmp_path / "bad.json").write_text('{"type": "strin"}')
+    return tmp_path
+
+
+def assert_refused(missing: tuple[str, ...], rows: list[tuple[str, str]]) -> None:
+    """Status 2, and one line with the words."""
+    for ran, row in zip(run_without(missing, [line for line, _ in rows]), rows):
+        assert ran.status == 2 and row[1] in ran.err and len(ran.err.splitlines()) == 1, (row, ran)
+
+
+@pytest.mark.parametrize("missing", REFUSED, ids=" ".join)
+def test_mistakes_are_one_line(odd, missing):
+    """In one process a group, in which some imports fail. No folder is left behind."""
+    if missing == ("torch", "safetensors"):
+        pytest.importorskip("llguidance")
+    rows = [(line.replace("{odd}", str(odd)), words) for line, words in REFUSED[missing]]
+    assert_refused(missing, rows)
+    assert not (odd / "new").exists()
+
+
+@pytest.mark.smollm2
+def test_the_header_of_a_gguf_file_refuses_a_head(smollm2):
+    line = f"generate.py --checkpoint {smollm2} --head {DEMO}-eagle --prompt a"
+    message = "hidden_size is 256, the target's is 576; use the head made for this target"
+    assert_refused(("torch", "safetensors"), [(line, message)])
 
 
 @pytest.mark.parametrize(
@@ -237,6 +322,11 @@ def test_mistakes_that_only_the_files_tell_are_one_line(capsys, line, message):
         ({"tree": "auto"} | RESIDUAL, "--accept needs a tree of one size; --tree auto changes it"),
         ({"tree": "static", "typical_p": 0.9, "dry_multiplier": 1.0} | RESIDUAL, "typical_p, dry_multiplier cannot go with --accept residual; drop that"),
         ({"draft": "none", "eagle": ""} | RESIDUAL, "--accept belongs to heads, draft models and --draft ngram"),
+        # drafters without a model
+        ({"draft": "recycling", "eagle": "", "tree": "dynamic"}, "--tree cannot be dynamic with --draft recycling; use auto or static"),
+        ({"draft": "recycling"}, "--head does nothing with --draft recycling"),
+        ({"draft": "rest", "eagle": ""}, "--draft rest needs its texts; add --datastore FILE"),
+        ({"draft": "ngram", "eagle": "", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work(settings, message):
@@ -259,11 +349,13 @@ def test_options_that_others_make_idle_change_nothing(options):
     assert {*map(tuple, generate(load(**base | options), [[5, 17, 3]]).tokens)} == {tuple(want)}
 
 
-@pytest.mark.parametrize("prompt", [None, 5, ["a", 5], [5, "a"], [None], [True, 5]], ids=repr)
-def test_a_prompt_of_another_kind(prompt):
+def test_a_prompt_of_another_kind():
     engine = load(checkpoint=Path(TARGET), eagle="", device="cpu")
-    with pytest.raises(ValueError, match="a prompt is a text, a list of texts or a list of token"):
-        generate(engine, [prompt])
+    for prompt in (None, 5, ["a", 5], [5, "a"], [None], [True, 5]):
+        with pytest.raises(
+            ValueError, match="a prompt is a text, a list of texts or a list of tok"
+        ):
+            generate(engine, [prompt])
 
 
 def test_a_grammar_from_a_pipe_is_one_line(capsys, tmp_path):
@@ -305,30 +397,23 @@ def test_an_output_without_permission_is_refused_first(capsys, monkeypatch, tmp_
 # ------------------------------------------------------------------------------------- damaged files
 
 
-def edited(**changes):
-    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def with_a_norm_of_version_3(file):
-    save_file({**load_file(file), "midlayer.hidden_norm.weight": torch.ones(64)}, file)
-
-
-@pytest.mark.parametrize(
-    "file, damage, message",
-    [
-        ("target/config.json", edited(architectures=["GPTNeoXForCausalLM"]), "GPTNeoXForCausalLM is not supported"),
-        ("head/config.json", edited(draft_inputs="token"), "draft_inputs must be feature&shifted; it is 'token'"),
-        ("head/config.json", edited(hidden_size=32), "hidden_size is 32"),
-        ("head/config.json", edited(vocab_size=32), "vocab_size is 32"),
-        ("head/model.safetensors", with_a_norm_of_version_3, "mixes versions"),
-        ("tree.json", lambda file: file.write_text("[[0], [0, 0]"), "not valid JSON"),
-        ("tree.json", lambda file: file.write_text("[[97]]"), "98 ranked children of 97 tokens"),
-    ],
-)  # fmt: skip
-def test_damaged_files(capsys, tmp_path, file, damage, message):
+@pytest.mark.parametrize("file, changes, message", [
+    ("target/config.json", {"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM is not supported"),
+    ("head/config.json", {"draft_inputs": "token"}, "draft_inputs must be feature&shifted; it is 'token'"),
+    ("head/config.json", {"hidden_size": 32}, "hidden_size is 32"), ("head/config.json", {"vocab_size": 32}, "vocab_size is 32"),
+    ("head/model.safetensors", {"midlayer.hidden_norm.weight": torch.ones(64)}, "mixes versions"),  # of version 3
+    ("tree.json", "[[0], [0, 0]", "not valid JSON"), ("tree.json", "[[97]]", "98 ranked children of 97 tokens"),
+])  # fmt: skip
+def test_damaged_files(capsys, tmp_path, file, changes, message):
     for name, source in (("target", TARGET), ("head", HEAD)):
         shutil.copytree(source, tmp_path / name)
     (tmp_path / "tree.json").write_text("[[0], [1]]")
-    damage(tmp_path / file)
+    damaged = tmp_path / file
+    if isinstance(changes, str):
+        damaged.write_text(changes)
+    elif damaged.suffix == ".json":
+        damaged.write_text(json.dumps(json.loads(damaged.read_text()) | changes))
+    else:
+        save_file(load_file(damaged) | changes, damaged)
     files = f"--checkpoint {tmp_path}/target --eagle {tmp_path}/head --tree {tmp_path}/tree.json"
     assert message in failure(capsys, f"{OF_IDS} {files}")

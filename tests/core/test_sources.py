@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,27 +255,24 @@ def test_datastores_that_are_none_are_refused(built, tmp_path):
     whole = built.read_bytes()
     file = tmp_path / "store"
 
-    def fault() -> str:
-        with pytest.raises(ValueError) as caught:
+    def check(says: str) -> None:
+        with pytest.raises(ValueError, match=f"(?s)(?=.*{says}).*scripts/build_datastore.py"):
             engine = load(**REST, datastore=str(file), max_new_tokens=8, tree="dynamic")
             generate.generate(engine, ["def read_lines(path):"])
-        assert "\n" not in str(caught.value) and "scripts/build_datastore.py" in str(caught.value)
-        return str(caught.value)
 
-    assert "is no file" in fault()
-    file.write_bytes(whole[: len(whole) // 2])
-    assert "is no datastore, or is cut short" in fault()
-    file.write_text("a text")
-    assert "is no datastore, or is cut short" in fault()
+    check("is no file")
+    for content in (whole[: len(whole) // 2], b"a text"):
+        file.write_bytes(content)
+        check("is no datastore, or is cut short")
     store_of(file, [[1, 2, 3]])
-    assert "of another tokenizer or vocabulary" in fault()
+    check("of another tokenizer or vocabulary")
     arrays = load_file(built)
     with safe_open(built, framework="pt") as content:
         metadata = content.metadata()
     tokens = arrays["tokens"]
     for wrong in (tokens[:-1], tokens.astype(np.int64), tokens + 1):
         save_file(arrays | {"tokens": wrong}, file, metadata)
-        assert "is no datastore;" in fault()
+        check("is no datastore;")
     beyond = np.where(tokens < 0, -1, tokens + 10**6).astype(np.int32)
     for wrong in ({"tokens": beyond}, {"order": arrays["order"] + len(tokens)}):
         save_file(arrays | wrong, file, metadata)
@@ -319,17 +315,6 @@ def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
     assert fault() == said
 
 
-def test_two_builders_of_one_file_leave_one_of_both(tmp_path):
-    out = tmp_path / "out"
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "text").write_text(f"{name} text, again a text " * 200)
-    configs = [BuildConfig(str(tmp_path / name), str(out), DEMO) for name in ("a", "b")]
-    with ThreadPoolExecutor(2) as pool:
-        counts = list(pool.map(build_datastore.build, configs))
-    assert len(load(**REST, datastore=str(out)).drafter.store.tokens) in counts
-
-
 # ------------------------------------------------------------------------------------- all of them
 
 
@@ -357,26 +342,9 @@ def test_traced_steps_give_the_same_tokens(make):
     assert session.history == plain.history and sum(session.stats.accept_lengths) > 0
 
 
-FAULTS = [
-    ({"draft": "recycling", "tree": "dynamic"}, "--tree cannot be dynamic with --draft recycling; use auto or static"),
-    ({"draft": "recycling", "head": DEMO}, "--head does nothing with --draft recycling"),
-    ({"draft": "recycling", "accept": "residual", "temperature": 1.0}, "--accept belongs to heads, draft models and --draft ngram"),
-    ({"draft": "rest"}, "--draft rest needs its texts; add --datastore FILE"),
-    ({"draft": "ngram", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options, fault", FAULTS, ids=str)
-def test_mistakes_are_one_line(options, fault):
-    with pytest.raises(ValueError, match=fault) as caught:
-        load(checkpoint=DEMO, device="cpu", **options)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_rank_beyond_the_matrix(tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps([[rank] for rank in range(RANKS + 1)]))
-    with pytest.raises(
-        ValueError, match="8 successors of a token, and the file of --tree has the rank 8"
-    ):
+    says = "8 successors of a token, and the file of --tree has the rank 8"
+    with pytest.raises(ValueError, match=says):
         load(checkpoint=DEMO, device="cpu", draft="recycling", tree_file=str(file))
