@@ -137,20 +137,18 @@ def test_compare_prints_a_speedup_and_identity_and_explains_it(capsys):
     assert float(re.search(r" = tau (\S+) ", last)[1]) == pytest.approx(tau, abs=0.006)
 
 
+OF_VANILLA = "of a vanilla pass); "
 NOISE = "noisy: the machine's speed changed between the two runs"
 
 
-@pytest.mark.parametrize(
-    "draft_s, verify_s, host_s, drafted_by, expected",
-    [
-        (1.0, 11.2, 0.0, None, "1.39 = tau 1.690 / (verify 1.120 + draft 0.100 of a vanilla pass); bound by acceptance"),
-        (2.0, 16.0, 0.5, None, "0.91 = tau 1.690 / (verify 1.600 + draft 0.200 + host 0.050 of a vanilla pass); bound by arithmetic"),
-        (4.0, 10.0, 0.0, ["head"], "1.21 = tau 1.690 / (verify 1.000 + draft 0.400 of a vanilla pass); bound by memory"),
-        (1.0, 10.0, 5.0, None, "1.06 = tau 1.690 / (verify 1.000 + draft 0.100 + host 0.500 of a vanilla pass); bound by the host"),
-        (0.0, 9.0, 0.4, [], f"1.80 = tau 1.690 / (verify 0.900 + draft 0.000 + host 0.040 of a vanilla pass); {NOISE}"),
-        (0.0, 9.6, 0.4, [], "1.69 = tau 1.690 / (verify 0.960 + draft 0.000 + host 0.040 of a vanilla pass); nothing was drafted"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("draft_s, verify_s, host_s, drafted_by, expected", [
+    (1.0, 11.2, 0.0, None, f"1.39 = tau 1.690 / (verify 1.120 + draft 0.100 {OF_VANILLA}bound by acceptance"),
+    (2.0, 16.0, 0.5, None, f"0.91 = tau 1.690 / (verify 1.600 + draft 0.200 + host 0.050 {OF_VANILLA}bound by arithmetic"),
+    (4.0, 10.0, 0.0, ["head"], f"1.21 = tau 1.690 / (verify 1.000 + draft 0.400 {OF_VANILLA}bound by memory"),
+    (1.0, 10.0, 5.0, None, f"1.06 = tau 1.690 / (verify 1.000 + draft 0.100 + host 0.500 {OF_VANILLA}bound by the host"),
+    (0.0, 9.0, 0.4, [], f"1.80 = tau 1.690 / (verify 0.900 + draft 0.000 + host 0.040 {OF_VANILLA}{NOISE}"),
+    (0.0, 9.6, 0.4, [], f"1.69 = tau 1.690 / (verify 0.960 + draft 0.000 + host 0.040 {OF_VANILLA}nothing was drafted"),
+])  # fmt: skip
 def test_a_speedup_is_explained(draft_s, verify_s, host_s, drafted_by, expected):
     """100 cycles that emit 169 tokens, against passes of 0.1 s, one or two tokens each."""
     decode_s = draft_s + verify_s + host_s
@@ -163,19 +161,14 @@ def test_a_speedup_is_explained(draft_s, verify_s, host_s, drafted_by, expected)
 STATS = {"cycles": 20, "tokens_per_s": 10.0, "tau": 2.5, "estimate": 1.24, "drafted_by": ["head"]}
 
 
-@pytest.mark.parametrize(
-    "changed, line",
-    [
-        ({"tokens": 50}, "50 tokens, 10.0 tokens/s, about 1.2x of vanilla?; tau 2.50, drafts by head"),
-        ({"tokens": 49}, "49 tokens, 10.0 tokens/s; tau 2.50, drafts by head"),
-        ({"tokens": 50, "estimate": None}, "50 tokens, 10.0 tokens/s; tau 2.50, drafts by head"),
-        ({"tokens": 50, "drafted_by": [], "tau": 1.0}, "50 tokens, 10.0 tokens/s; tau 1.00, no drafts"),
-        ({"tokens": 5, "drafted_by": ["head", "lookup"]},
-         "5 tokens, 10.0 tokens/s; tau 2.50, drafts by head and lookup (--tree auto)"),
-        ({"tokens": 1, "tokens_per_s": 0.0}, "1 token"),
-        ({"tokens": 0, "tokens_per_s": 0.0}, "0 tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changed, line", [
+    ({"tokens": 50}, "50 tokens, 10.0 tokens/s, about 1.2x of vanilla?; tau 2.50, drafts by head"),
+    ({"tokens": 49}, "49 tokens, 10.0 tokens/s; tau 2.50, drafts by head"),
+    ({"tokens": 50, "estimate": None}, "50 tokens, 10.0 tokens/s; tau 2.50, drafts by head"),
+    ({"tokens": 50, "drafted_by": [], "tau": 1.0}, "50 tokens, 10.0 tokens/s; tau 1.00, no drafts"),
+    ({"tokens": 5, "drafted_by": ["head", "lookup"]}, "5 tokens, 10.0 tokens/s; tau 2.50, drafts by head and lookup (--tree auto)"),
+    ({"tokens": 1, "tokens_per_s": 0.0}, "1 token"), ({"tokens": 0, "tokens_per_s": 0.0}, "0 tokens"),
+])  # fmt: skip
 def test_the_last_line_says_what_is_known(changed, line):
     """A short answer has no estimate, and one without a cycle no rate."""
     assert stats_line(STATS | changed, doubt="?") == line
@@ -190,27 +183,32 @@ def test_a_turn_that_one_run_lacks_is_not_identical():
     assert share_of_equal(both, fewer) == share_of_equal(fewer, both) == 2 / 3
 
 
-def test_profile_writes_a_trace(capsys, tmp_path):
-    run(capsys, f"{OF_IDS} --profile {tmp_path / 'profile.json'}")
-    assert json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+# ------------------------------------------------------------------------------ lines with equal tokens
+
+TURNS = json.dumps({"turns": [PROMPT]})
+# a prompt in other forms, names of options as others have them; what standard input has
+EQUAL = [
+    ("", ""),  # the demo's own prompt
+    ("--prompt_file {0}/p.txt", ""), ("--prompt_file {0}/p.JSONL", ""), ("--prompt_file {0}/p.json", ""),
+    ("-p -", f"{PROMPT}\n"), ("--prompt-file=-", f"{TURNS}\n"), (f"-m {DEMO} --max-new-tokens=8 -p '{PROMPT}'", ""),
+]  # fmt: skip
 
 
-def test_demo_streams_text_and_ends_with_statistics(capsys):
-    out, err = run(capsys, f"{ON_DEMO} --max_new_tokens 12")
-    assert re.search(r"^12 tokens, \S+ tokens/s; tau ", err, re.MULTILINE)
-    result = generate(load(checkpoint=DEMO, max_new_tokens=12, device="cpu"), [PROMPT])
-    assert out == result.text[0] + "\n", "standard output has the text alone"
+@pytest.mark.parametrize("line, typed", EQUAL)
+def test_prompts_and_options_in_other_words(capsys, monkeypatch, tmp_path, line, typed):
+    """A file of prompts is JSONL by its suffix, or by its first key."""
+    want = generate(load(DEMO, device="cpu", max_new_tokens=8), [PROMPT])
+    for name, content in (("p.txt", PROMPT), ("p.JSONL", TURNS), ("p.json", TURNS)):
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert as_json(capsys, f"{EIGHT_AS_JSON} {line.format(tmp_path)}")["tokens"] == want.tokens
 
 
-@pytest.mark.parametrize(
-    "draft, options, resolved",
-    [
-        ("ngram", "", {"ngram_branches": 4}),
-        ("model", f"--draft_checkpoint {TARGET}", {"tree": "chain"}),
-        ("model", f"--draft_checkpoint {TARGET} --tree dynamic:,4,8", {"tree": "dynamic", "tree_topk": 4, "tree_size": 8}),
-        ("eagle+ngram", f"--eagle {HEAD}", {"ngram_branches": 1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("draft, options, resolved", [
+    ("ngram", "", {"ngram_branches": 4}), ("model", f"--draft_checkpoint {TARGET}", {"tree": "chain"}),
+    ("model", f"--draft_checkpoint {TARGET} --tree dynamic:,4,8", {"tree": "dynamic", "tree_topk": 4, "tree_size": 8}),
+    ("eagle+ngram", f"--eagle {HEAD}", {"ngram_branches": 1}),
+])  # fmt: skip
 def test_other_drafters(capsys, draft, options, resolved):
     """The same tokens as without a draft, and a record of what the options came to."""
     sampled = f"{OF_IDS} --temperature 1 --json -"
@@ -223,42 +221,96 @@ def test_other_drafters(capsys, draft, options, resolved):
     assert draft != "model" or sum(lengths) > 3 * len(lengths)
 
 
-def test_python_interface():
-    engine = load(checkpoint=DEMO, max_new_tokens=16, device="cpu")
-    assert engine.option("draft") == "eagle", "the bundled head is the default"
-    result = generate(engine, [PROMPT])
-    assert "".join(stream(engine, PROMPT)) == result.text[0]
-    assert len(generate(engine, [PROMPT], max_new_tokens=5).tokens[0]) <= 5
-    for call, prompt, options, message in (
-        (generate, [PROMPT], {"tree": "chain", "quant": "int8"}, "quant, tree cannot change after"),
-        (generate, [PROMPT], {"max_new_tokens": 0}, "--max_new_tokens must be at least 1"),
-        (stream, ["a", "b"], {}, "one text or one list of token ids"),
-        (stream, PROMPT, {"num_samples": 2}, r"use generate\(\) for num_samples"),
-        (stream, PROMPT, {"quant": "int8"}, "quant cannot change after load"),
-        (stream, PROMPT, {"temperature": -1}, "--temperature must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            list(call(engine, prompt, **options))
+def test_prompt_file_with_turns(capsys, tmp_path):
+    file = tmp_path / "p.jsonl"
+    turns = ["Question: What is 2+3?\nAnswer:", "\nQuestion: And 4+4?\nAnswer:"]
+    file.write_text(f'{json.dumps({"turns": turns})}\n{{"turns": ["import "]}}\n')
+    line = f"{EIGHT_AS_JSON} --prompt_file {file} --dtype float32"
+    alone = as_json(capsys, line)
+    together = as_json(capsys, f"{line} --batch_size 2")
+    assert len(alone["tokens"]) == 3 and alone["prompt_tokens"][1] > alone["prompt_tokens"][0]
+    assert alone["tokens"] == together["tokens"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.7, "seed": 3}, {"temperature": 1, "top_k": 5, "top_p": 0.8}],
-    ids=str,
-)
-def test_a_stream_has_its_own_parameters(options):
+def test_without_operators_modules_run(capsys, monkeypatch):
+    """--compile changes nothing on a CPU; the failed build has its own note (test_builds.py)."""
+    modules = as_json(capsys, f"{OF_IDS} --json -")
+    monkeypatch.setattr("backends.library._cpp_available", [False])
+    got = as_json(capsys, f"{OF_IDS} --compile --json -")
+    assert got["tokens"] == modules["tokens"] and len(got["tokens"][0]) == 20
+    assert not got["config"]["compile"]
+
+
+# --------------------------------------------------------------------------------- from Python
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"temperature": 0.7, "seed": 3}, {"temperature": 1, "top_k": 5, "top_p": 0.8}
+], ids=str)  # fmt: skip
+def test_a_stream_is_the_text_of_its_own_parameters(capsys, options):
+    """And standard output is that text alone, before the statistics."""
     engine = load(checkpoint=DEMO, max_new_tokens=30, device="cpu")
+    assert engine.option("draft") == "eagle", "the bundled head is the default"
     want = generate(engine, [PROMPT], **options, max_new_tokens=12).text[0]
     assert "".join(stream(engine, PROMPT, **options, max_new_tokens=12)) == want
     assert "".join(stream(engine, PROMPT)) == generate(engine, [PROMPT]).text[0]
+    flags = " ".join(f"--{name} {value}" for name, value in options.items())
+    out, err = run(capsys, f"{ON_DEMO} --max_new_tokens 12 {flags}")
+    assert out == want + "\n" and re.search(r"^12 tokens, \S+ tokens/s; tau ", err, re.MULTILINE)
 
 
-def test_python_interface_without_a_tokenizer():
-    engine = load(checkpoint=TARGET, max_new_tokens=5, device="cpu")
-    assert len(generate(engine, [[5, 17, 3]]).tokens[0]) == 5
-    for call, prompt in ((generate, ["text"]), (stream, [5, 17, 3])):
-        with pytest.raises(ValueError, match="has neither tokenizer.model nor tokenizer.json"):
-            list(call(engine, prompt))
+def test_calls_that_are_refused(tmp_path):
+    demo = load(checkpoint=DEMO, max_new_tokens=16, device="cpu")
+    of_ids = load(checkpoint=TARGET, max_new_tokens=5, device="cpu")
+    assert len(generate(of_ids, [[5, 17, 3]]).tokens[0]) == 5
+    no_tokenizer = "has neither tokenizer.model nor tokenizer.json"
+    for call, engine, prompt, options, message in (
+        (generate, demo, [PROMPT], {"tree": "chain", "quant": "int8"}, "quant, tree cannot change after"),
+        (generate, demo, [PROMPT], {"max_new_tokens": 0}, "--max_new_tokens must be at least 1"),
+        (stream, demo, ["a", "b"], {}, "one text or one list of token ids"),
+        (stream, demo, PROMPT, {"num_samples": 2}, r"use generate\(\) for num_samples"),
+        (stream, demo, PROMPT, {"quant": "int8"}, "quant cannot change after load"),
+        (stream, demo, PROMPT, {"temperature": -1}, "--temperature must be"),
+        (generate, of_ids, ["text"], {}, no_tokenizer), (stream, of_ids, [5, 17, 3], {}, no_tokenizer),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            list(call(engine, prompt, **options))
+    for options, message in (
+        ({"max_tokens": 3}, "no option max_tokens; did you mean max_new_tokens?"),
+        ({"chat": True}, "has no chat template"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(DEMO, **options)
+
+
+def test_messages(tmp_path):
+    """As OpenAI clients send them: they are rendered, never their keys."""
+    folder = with_template(tmp_path)
+    engine = load(folder, draft="none", device="cpu", max_new_tokens=6)
+    question = {"role": "user", "content": "x = 1"}
+    want = generate(engine, ["x = 1"])
+    for prompts in ([question], [[question]]):
+        assert generate(engine, prompts).tokens == want.tokens
+    assert "".join(stream(engine, [question])) == want.text[0]
+    told = [{"role": "system", "content": "b"}, question, {"role": "assistant", "content": "c"}]
+    found = generate(engine, [[*told, question], "x = 1"])
+    rendered = engine.tokenizer.encode("system: buser: x = 1assistant: cuser: x = 1", bos=True)
+    assert found.prompt_tokens == [len(rendered), want.prompt_tokens[0]]
+    assert found.tokens[0] == generate(engine, [rendered]).tokens[0]
+    plain = load(folder, chat=False, draft="none", device="cpu", max_new_tokens=6)
+    assert plain.template is None
+    wrong = [
+        (engine, told, "end with one of the user"),
+        (engine, [{"role": "user"}], 'a message is {"role"'),
+        (engine, [{"role": "user", "content": "bad"}], "such words"),
+        (plain, [question], "need a chat template"),
+    ]
+    for asked, prompts, fault in wrong:
+        with pytest.raises(ValueError, match=fault):
+            generate(asked, prompts)
+
+
+# ----------------------------------------------------------------------------------- what is told, devices
 
 
 def test_a_broken_tokenizer_does_not_matter_to_ids(capsys, tmp_path):
@@ -282,53 +334,6 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     assert "the context holds 60" in failure(capsys, line), "before anything is decoded"
 
 
-def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
-    """torch.cuda.set_device refuses a name without one."""
-    chosen = []
-    index_of = torch.cuda._utils._get_device_index
-    for name, fake in {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "get_device_capability": lambda index: (9, 0),
-        "set_device": lambda device: chosen.append(index_of(device)),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    for device in ("", "cuda", "cuda:1"):
-        with pytest.raises(ValueError, match="has no config.json"):
-            load(checkpoint=str(tmp_path), device=device)
-    assert chosen == [0, 0, 1]
-
-
-def test_residual_children_are_draws_without_gaps(capsys, tmp_path):
-    file = tmp_path / "tree.json"
-    file.write_text("[[0], [1], [1, 1]]")
-    line = f"{ON_DEMO} --accept residual --temperature 1 --tree {file}"
-    assert "ranks without gaps; before (1, 1) another" in failure(capsys, line)
-    file.write_text("[[0], [1], [1, 0]]")
-    assert run(capsys, f"{line} --max_new_tokens 4")[0]
-
-
-def test_prompt_file_with_turns(capsys, tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text(
-        '{"turns": ["Question: What is 2+3?\\nAnswer:", "\\nQuestion: And 4+4?\\nAnswer:"]}\n{"turns": ["import "]}\n'
-    )
-    line = f"{EIGHT_AS_JSON} --prompt_file {file} --dtype float32"
-    alone = as_json(capsys, line)
-    together = as_json(capsys, f"{line} --batch_size 2")
-    assert len(alone["tokens"]) == 3 and alone["prompt_tokens"][1] > alone["prompt_tokens"][0]
-    assert alone["tokens"] == together["tokens"]
-
-
-def test_text_prompt_file(capsys, tmp_path):
-    want = as_json(capsys, f"{EIGHT_AS_JSON} --prompt '{PROMPT}'")["tokens"]
-    turns = json.dumps({"turns": [PROMPT]})
-    # JSONL by its suffix, or by its first key
-    for name, content in (("p.txt", PROMPT), ("p.JSONL", turns), ("p.json", turns)):
-        (tmp_path / name).write_text(content)
-        assert as_json(capsys, f"{EIGHT_AS_JSON} --prompt_file {tmp_path / name}")["tokens"] == want
-
-
 def test_attention_of_pytorch_is_told(capsys):
     """And with our own nothing is."""
     load(checkpoint=TARGET, eagle="", device="cpu", dtype="float16")
@@ -349,6 +354,49 @@ def test_no_clock_decides_under_the_residual_rule():
     options = {"checkpoint": TARGET, "device": "cpu", "draft": "ngram", "compile": True}
     assert load(**options).policy.costs is not None
     assert load(**options, accept="residual", temperature=1.0).policy.costs is None
+
+
+def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no C++ compiler found\nlong story")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert warm_up.why_not_compiled(torch.device("cuda")) == "no C++ compiler found long story"
+
+
+def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
+    """A machine with a GPU may have no C++ compiler, and need none."""
+    monkeypatch.setattr("backends.library._cpp_available", [])
+    monkeypatch.setattr(
+        "backends.cpp.build.load_operators", lambda: pytest.fail("built the CPU operators")
+    )
+    assert callable(runtime.compiled(lambda x: x))
+
+
+def test_a_tree_file_is_used(capsys, tmp_path):
+    """With sampled children their ranks have no gaps."""
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    tree = f"--tree {tmp_path}/tree.json --trace {tmp_path}/t"
+    run(capsys, f"{OF_IDS} --eagle {HEAD} {tree}")
+    assert json.loads((tmp_path / "t").read_text().splitlines()[0])["parents"] == [0, 0, 1]
+    residual = f"{ON_DEMO} --accept residual --temperature 1 --max_new_tokens 4 {tree}"
+    assert run(capsys, residual)[0]
+    (tmp_path / "tree.json").write_text("[[0], [1], [1, 1]]")
+    assert "ranks without gaps; before (1, 1) another" in failure(capsys, residual)
+
+
+def test_profile_version_and_an_empty_input(capsys, monkeypatch, tmp_path):
+    run(capsys, f"{OF_IDS} --profile {tmp_path / 'profile.json'}")
+    assert json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+    number = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert capsys.readouterr().out == f"gpt-eagle {number}\n" and stop.value.code == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    assert "standard input is empty" in failure(capsys, f"{ON_DEMO} -p -")
+
+
+# ----------------------------------------------------------------------------------------- a chat
 
 
 def test_interactive_keeps_history_and_drops_the_oldest_turns(capsys, monkeypatch):
@@ -478,36 +526,7 @@ def test_chat_with_the_checkpoints_own_template(capsys, monkeypatch, tmp_path):
     assert err.count("raises: such words") == 1
 
 
-def test_without_operators_modules_run(capsys, monkeypatch):
-    """--compile changes nothing on a CPU; the failed build has its own note (test_builds.py)."""
-    modules = as_json(capsys, f"{OF_IDS} --json -")
-    monkeypatch.setattr("backends.library._cpp_available", [False])
-    got = as_json(capsys, f"{OF_IDS} --compile --json -")
-    assert got["tokens"] == modules["tokens"] and len(got["tokens"][0]) == 20
-    assert not got["config"]["compile"]
-
-
-def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no C++ compiler found\nlong story")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    assert warm_up.why_not_compiled(torch.device("cuda")) == "no C++ compiler found long story"
-
-
-def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
-    """A machine with a GPU may have no C++ compiler, and need none."""
-    monkeypatch.setattr("backends.library._cpp_available", [])
-    monkeypatch.setattr(
-        "backends.cpp.build.load_operators", lambda: pytest.fail("built the CPU operators")
-    )
-    assert callable(runtime.compiled(lambda x: x))
-
-
-def test_a_tree_file_is_used(capsys, tmp_path):
-    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
-    run(capsys, f"{OF_IDS} --eagle {HEAD} --tree {tmp_path}/tree.json --trace {tmp_path}/t")
-    assert json.loads((tmp_path / "t").read_text().splitlines()[0])["parents"] == [0, 0, 1]
+# --------------------------------------------------------------------------------- what is resolved
 
 
 def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(monkeypatch, tmp_path):
@@ -525,23 +544,13 @@ def test_the_two_models_of_this_project_have_a_prompt_however_they_are_named(mon
         read_prompts(GenerateConfig(checkpoint="checkpoints/demo"))
 
 
-# --------------------------------------------------------------------------------- what is resolved
-
-
-@pytest.mark.parametrize(
-    "device, quant, dtype, tiles, nodes, children",
-    [
-        ("cuda", "int4", "bfloat16", "none", 32, 10),  # by an estimate
-        ("cuda", "none", "bfloat16", "none", 60, 10),
-        ("cuda", "int8", "bfloat16", "none", 60, 10),
-        ("cpu", "int4", "bfloat16", "none", 16, 4),
-        ("cpu", "none", "bfloat16", "none", 16, 4),
-        ("cpu", "int8", "bfloat16", "none", 16, 4),
-        ("cpu", "none", "bfloat16", "hardware", 32, 8),  # AMX
-        ("cpu", "none", "float32", "hardware", 16, 4),
-        ("cpu", "int8", "bfloat16", "hardware", 16, 4),
-    ],
-)
+@pytest.mark.parametrize("device, quant, dtype, tiles, nodes, children", [
+    ("cuda", "int4", "bfloat16", "none", 32, 10),  # by an estimate
+    ("cuda", "none", "bfloat16", "none", 60, 10), ("cuda", "int8", "bfloat16", "none", 60, 10),
+    *(("cpu", quant, "bfloat16", "none", 16, 4) for quant in ("int4", "none", "int8")),
+    ("cpu", "none", "bfloat16", "hardware", 32, 8),  # AMX
+    ("cpu", "none", "float32", "hardware", 16, 4), ("cpu", "int8", "bfloat16", "hardware", 16, 4),
+])  # fmt: skip
 def test_trees_by_device(monkeypatch, device, quant, dtype, tiles, nodes, children):
     monkeypatch.setattr("backends.library.tiles_in_use", lambda: tiles)
     config = GenerateConfig(checkpoint=DEMO, device=device, quant=quant, dtype=dtype)
@@ -559,18 +568,14 @@ def test_a_head_of_one_level_has_a_default_tree():
 OF_MODEL = {"draft": "model", "draft_checkpoint": DEMO}
 
 
-@pytest.mark.parametrize(
-    "draft, device, target, asked, form, wide",
-    [
-        ({}, "cuda", "int4", "", "int4", "int4"), ({}, "cpu", "int4", "", "int4", "int4"),
-        ({}, "cuda", "int8", "", "int8", "int8"), ({}, "cpu", "int8", "", "int8", "int8"),
-        ({}, "cuda", "none", "", "int4", "none"), ({}, "cpu", "none", "", "int8", "none"),
-        ({}, "cuda", "none", "none", "none", "none"),
-        (OF_MODEL, "cpu", "none", "", "int8", "none"), (OF_MODEL, "cpu", "blocks", "", "int8", "none"),
-        (OF_MODEL, "cpu", "int4", "", "int4", "int4"), (OF_MODEL, "cpu", "none", "none", "none", "none"),
-        (OF_MODEL, "cuda", "none", "", "none", "none"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("draft, device, target, asked, form, wide", [
+    ({}, "cuda", "int4", "", "int4", "int4"), ({}, "cpu", "int4", "", "int4", "int4"),
+    ({}, "cuda", "int8", "", "int8", "int8"), ({}, "cpu", "int8", "", "int8", "int8"),
+    ({}, "cuda", "none", "", "int4", "none"), ({}, "cpu", "none", "", "int8", "none"),
+    ({}, "cuda", "none", "none", "none", "none"), (OF_MODEL, "cuda", "none", "", "none", "none"),
+    (OF_MODEL, "cpu", "none", "", "int8", "none"), (OF_MODEL, "cpu", "blocks", "", "int8", "none"),
+    (OF_MODEL, "cpu", "int4", "", "int4", "int4"), (OF_MODEL, "cpu", "none", "none", "none", "none"),
+])  # fmt: skip
 def test_the_format_of_a_draft(monkeypatch, draft, device, target, asked, form, wide):
     """A head or a draft model beside a target in 16 bits, and one in 32, where C++ multiplies."""
     monkeypatch.setattr("run.resolved.has_cpu_operators", lambda: True)
@@ -591,53 +596,3 @@ def test_a_rounded_draft_model_is_told(capsys):
         load(checkpoint=DEMO, device="cpu", **OF_MODEL, **further)
         told = f"note: the draft model {DEMO} is rounded to int8; --quant_draft none leaves it as it is"
         assert capsys.readouterr().err.count(told) == notes
-
-
-def test_names_as_others_have_them(capsys, monkeypatch):
-    """Letters as llama.cpp's, hyphens, standard input; a flag that is nearly there gets a hint."""
-    three = f"{ON_DEMO} --max_new_tokens 3 --json -"
-    usual = as_json(capsys, f"{three} --prompt 'x = 1'")["tokens"]
-    for line, typed in {
-        f"-m {DEMO} --device=cpu -p - -n 3 --json -": "x = 1\n",
-        f"{ON_DEMO} --prompt-file=- --max-new-tokens 3 --json -": '{"turns": ["x = 1"]}\n',
-    }.items():
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        assert as_json(capsys, line)["tokens"] == usual
-    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
-    assert "standard input is empty" in failure(capsys, f"{ON_DEMO} -p -")
-    assert "did you mean --max_new_tokens?" in failure(capsys, f"{OF_IDS} --max_new_token 3")
-    with pytest.raises(ValueError, match="no option max_tokens; did you mean max_new_tokens?"):
-        load(DEMO, max_tokens=3)
-    with pytest.raises(ValueError, match="has no chat template"):
-        load(DEMO, chat=True)
-    number = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert capsys.readouterr().out == f"gpt-eagle {number}\n" and stop.value.code == 0
-
-
-def test_messages(tmp_path):
-    """As OpenAI clients send them: they are rendered, never their keys."""
-    folder = with_template(tmp_path)
-    engine = load(folder, draft="none", device="cpu", max_new_tokens=6)
-    question = {"role": "user", "content": "x = 1"}
-    want = generate(engine, ["x = 1"])
-    for prompts in ([question], [[question]]):
-        assert generate(engine, prompts).tokens == want.tokens
-    assert "".join(stream(engine, [question])) == want.text[0]
-    told = [{"role": "system", "content": "b"}, question, {"role": "assistant", "content": "c"}]
-    found = generate(engine, [[*told, question], "x = 1"])
-    rendered = engine.tokenizer.encode("system: buser: x = 1assistant: cuser: x = 1", bos=True)
-    assert found.prompt_tokens == [len(rendered), want.prompt_tokens[0]]
-    assert found.tokens[0] == generate(engine, [rendered]).tokens[0]
-    plain = load(folder, chat=False, draft="none", device="cpu", max_new_tokens=6)
-    assert plain.template is None
-    wrong = [
-        (engine, told, "end with one of the user"),
-        (engine, [{"role": "user"}], 'a message is {"role"'),
-        (engine, [{"role": "user", "content": "bad"}], "such words"),
-        (plain, [question], "need a chat template"),
-    ]
-    for asked, prompts, fault in wrong:
-        with pytest.raises(ValueError, match=fault):
-            generate(asked, prompts)
