@@ -109,11 +109,23 @@ def oid(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
+QUANTS = {f"tiny-{kind}.gguf": f"GGUF {kind}".encode() for kind in ("BF16", "IQ4_XS", "Q4_K_M", "q8_0")}  # fmt: skip
+BESIDE = {"mmproj-tiny-f16.gguf": b"GGUF", "config.json": b"{}", "README.md": b"", "imatrix.gguf": b"GGUF"}  # fmt: skip
+REPOS = {
+    "tiny/quants": QUANTS | BESIDE,
+    "tiny/texts": {"README.md": b""},
+    "tiny/closed": {"config.json": b"{}", "model.safetensors": b"1"},
+    "tiny/strange": {"config.json": b'{"architectures": ["Strange"]}', "model.safetensors": b"1"},
+}
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The hub, reached by the package, whose cache is a folder of the test."""
     hub.hub_model.cache_clear()
     server = Hub()
+    server.repos |= REPOS
+    server.gated = {"tiny/closed"}
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -130,10 +142,6 @@ def go_to(monkeypatch, url: str) -> None:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-QUANTS = {f"tiny-{kind}.gguf": f"GGUF {kind}".encode() for kind in ("BF16", "IQ4_XS", "Q4_K_M", "q8_0")}  # fmt: skip
-BESIDE = {"mmproj-tiny-f16.gguf": b"GGUF", "config.json": b"{}", "README.md": b"", "imatrix.gguf": b"GGUF"}  # fmt: skip
-
-
 def refusal(name: str) -> str:
     with pytest.raises(ValueError) as error:
         fetched(name)
@@ -141,22 +149,17 @@ def refusal(name: str) -> str:
     return str(error.value)
 
 
-# ------------------------------------------------------------------------------------------- names
+# ---------------------------------------------------------------------------------- names, choosing
 
 
-@pytest.mark.parametrize(
-    "text, named",
-    [
-        ("hf:owner/name", True), ("ollama:llama3", True), ("owner/name", True), ("owner/name:Q4_K_M", True),
-        ("checkpoints/nowhere", False), ("owner/name/more", False), ("owner/name.gguf", False), ("./owner/name", False),
-        ("../name", False), ("/owner/name", False), ("name", False), ("", False), (DEMO, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, named", [
+    ("hf:owner/name", True), ("ollama:llama3", True), ("owner/name", True), ("owner/name:Q4_K_M", True),
+    ("checkpoints/nowhere", False), ("owner/name/more", False), ("owner/name.gguf", False), ("./owner/name", False),
+    ("../name", False), ("/owner/name", False), ("name", False), ("", False), (DEMO, False),
+])  # fmt: skip
 def test_names_and_paths(text, named):
     assert is_model_name(text) == named
 
-
-# ----------------------------------------------------------------------------------------- choosing
 
 TEXTS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}  # fmt: skip
 SAFETENSORS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}  # fmt: skip
@@ -177,19 +180,12 @@ def test_one_copy_of_the_weights_is_wanted(files, unused):
     assert set(names) == files and len(names) == len(files)
 
 
-@pytest.mark.parametrize(
-    "names, asked, picked",
-    [
-        ("a-Q8_0 a-Q4_K_M a-Q2_K", "", "a-Q4_K_M"),
-        ("a-Q8_0 a-Q4_K_M", "q8_0", "a-Q8_0"),
-        ("a.i1-IQ1_S a.Q6_K a.Q8_0", "", "a.Q6_K"),
-        ("a-UD-Q4_K_XL a-Q4_K_S", "Q4_K_XL", "a-UD-Q4_K_XL"),
-        ("a-Q4_K_S a-Q4_K_M", "Q4_K", ""),
-        ("a-IQ2_XXS a-TQ1_0", "", ""),
-        ("model only-this", "", "model"),
-        ("big/a-Q4_K_M-00002-of-00002 big/a-Q4_K_M-00001-of-00002 a-Q8_0", "", "big/a-Q4_K_M-00001-of-00002"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("names, asked, picked", [
+    ("a-Q8_0 a-Q4_K_M a-Q2_K", "", "a-Q4_K_M"), ("a-Q8_0 a-Q4_K_M", "q8_0", "a-Q8_0"),
+    ("a.i1-IQ1_S a.Q6_K a.Q8_0", "", "a.Q6_K"), ("a-UD-Q4_K_XL a-Q4_K_S", "Q4_K_XL", "a-UD-Q4_K_XL"),
+    ("a-Q4_K_S a-Q4_K_M", "Q4_K", ""), ("a-IQ2_XXS a-TQ1_0", "", ""), ("model only-this", "", "model"),
+    ("big/a-Q4_K_M-00002-of-00002 big/a-Q4_K_M-00001-of-00002 a-Q8_0", "", "big/a-Q4_K_M-00001-of-00002"),
+])  # fmt: skip
 def test_the_quantization_is_the_end_of_a_name(names, asked, picked):
     files = [f"{name}.gguf" for name in names.split()]
     if picked:
@@ -201,9 +197,8 @@ def test_the_quantization_is_the_end_of_a_name(names, asked, picked):
 
 def test_a_gguf_file_of_a_repository(server, capsys):
     """Q4_K_M where nothing is asked for; each choice is said, and a file is fetched once."""
-    server.repos["tiny/quants"] = QUANTS | BESIDE
     path = fetched("tiny/quants")
-    assert path.name == "tiny-Q4_K_M.gguf" and path.read_bytes() == b"GGUF Q4_K_M" and is_gguf(path)
+    assert path.read_bytes() == b"GGUF Q4_K_M" and is_gguf(path)
     choice, note = capsys.readouterr().err.splitlines()
     assert choice == (
         "note: tiny/quants: tiny-Q4_K_M.gguf runs; tiny/quants:QUANTIZATION names another, of "
@@ -216,29 +211,30 @@ def test_a_gguf_file_of_a_repository(server, capsys):
     assert with_files(GenerateConfig(checkpoint="tiny/quants")).checkpoint == str(path)
     assert capsys.readouterr().err == f"{choice}\n", "once"
     assert server.sent == ["tiny-Q4_K_M.gguf", "tiny-q8_0.gguf"]
-    said = refusal("tiny/quants:Q5_K_M")
-    assert "no GGUF file of the quantization Q5_K_M; it has BF16, IQ4_XS, Q4_K_M, q8_0" in said
 
 
-def test_repositories_that_are_refused(server):
-    server.repos["tiny/texts"] = {"README.md": b""}
-    server.repos["tiny/closed"] = {"config.json": b"{}", "model.safetensors": b"1"}
-    server.gated = {"tiny/closed"}
-    assert f"neither a directory tiny/nothing here nor a model {server.url}" in refusal(
-        "tiny/nothing"
-    )
-    assert "neither model*.safetensors nor pytorch_model*.bin nor GGUF" in refusal("tiny/texts")
-    assert f"is gated: accept its terms on {server.url}/tiny/closed, then run: hf" in refusal(
-        "tiny/closed"
-    )
-    server.repos["tiny/strange"] = {
-        "config.json": b'{"architectures": ["Strange"]}',
-        "model.safetensors": b"1",
-    }
-    assert "architecture Strange is not supported" in refusal("tiny/strange")
-    assert server.sent == ["config.json"], "its weights do not come"
-    assert "tiny/closed has no GGUF file; drop :Q4_K_M" in refusal("hf:tiny/closed:Q4_K_M")
-    assert "is named hf:OWNER/NAME" in refusal("hf:tiny")
+# name -> words of the refusal; {url} is the hub's
+REFUSED = {
+    "tiny/nothing": "neither a directory tiny/nothing here nor a model {url}/tiny/nothing",
+    "tiny/texts": "neither model*.safetensors nor pytorch_model*.bin nor GGUF",
+    "tiny/closed": "is gated: accept its terms on {url}/tiny/closed, then run: hf",
+    "tiny/strange": "architecture Strange is not supported",
+    "tiny/quants:Q5_K_M": "no GGUF file of the quantization Q5_K_M; it has BF16, IQ4_XS, Q4_K_M, q8_0",
+    "hf:tiny/closed:Q4_K_M": "tiny/closed has no GGUF file; drop :Q4_K_M",
+    "hf:tiny": "is named hf:OWNER/NAME", "hf:a/b/c": "is named hf:OWNER/NAME",
+    "checkpoints/nowhere": "no such directory: checkpoints/nowhere",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_are_refused(server, capsys, name):
+    """In one line, and before any weights come."""
+    with pytest.raises(SystemExit) as stop:
+        with_text(read_command(["--checkpoint", name, "--prompt", "hi"]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("generate.py: ")
+    assert REFUSED[name].format(url=server.url) in line
+    assert {*server.sent} <= {"config.json"}
 
 
 def test_half_a_download_is_no_file(server, tmp_path, monkeypatch):
@@ -254,7 +250,6 @@ def test_half_a_download_is_no_file(server, tmp_path, monkeypatch):
 
 def test_without_a_network_the_cache_is_asked(server, monkeypatch, capsys):
     """A model that is in it runs, with a note; for another, what is there is listed."""
-    server.repos["tiny/quants"] = QUANTS | BESIDE
     path = fetched("tiny/quants:Q8_0")
     go_to(monkeypatch, NOWHERE)
     capsys.readouterr()
@@ -264,16 +259,6 @@ def test_without_a_network_the_cache_is_asked(server, monkeypatch, capsys):
     said = refusal("tiny/other")
     assert said.startswith("tiny/other is not cached, and the hub cannot be reached (")
     assert said.endswith("); check the network, or name a model that the command hf cache ls lists")
-
-
-def test_a_mistake_in_a_name_is_one_line(server, capsys):
-    """generate.py ends with one line and status 2."""
-    server.repos["tiny/quants"] = QUANTS
-    for name in ("tiny/nothing", "tiny/quants:Q9", "hf:a/b/c", "checkpoints/nowhere"):
-        with pytest.raises(SystemExit) as stop:
-            with_text(read_command(["--checkpoint", name, "--prompt", "hi"]))
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("generate.py: ")
 
 
 # ------------------------------------------------------------------------------------------- heads
@@ -345,52 +330,49 @@ def test_heads_are_listed_by_a_models_name(table):
 def test_the_table_of_heads_is_whole():
     """Every row of files/HEADS.md names one target, one head and a layout whose kind is known."""
     heads = published_heads()
-    assert len(heads) > 40
+    assert len({(head.target, head.name) for head in heads}) == len(heads) > 40
     for head in heads:
-        for name in (head.target, head.name):
-            assert re.fullmatch(r"[\w-]+/[\w.-]+", name), head
-    assert len({(head.target, head.name) for head in heads}) == len(heads)
+        assert re.fullmatch(r"([\w-]+/[\w.-]+ ?){2}", f"{head.target} {head.name}"), head
     assert [head.kind for head in published_heads("vicuna-7b-v1.3")] == ["eagle", "medusa", "hydra"]
 
 
-@pytest.mark.parametrize(
-    "name, plain",
-    [
-        ("Qwen/Qwen3-8B-GGUF", "qwen3-8b"), ("Qwen3-8B-Q4_K_M", "qwen3-8b"), ("qwen3-8b.Q8_0", "qwen3-8b"),
-        ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "llama-3.1-8b-instruct"), ("/models/Qwen3-8B/", "qwen3-8b"),
-        ("Meta Llama 3.1 8B Instruct", "llama-3.1-8b-instruct"), ("Qwen3-8B-FP8", "qwen3-8b-fp8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, plain", [
+    ("Qwen/Qwen3-8B-GGUF", "qwen3-8b"), ("Qwen3-8B-Q4_K_M", "qwen3-8b"), ("qwen3-8b.Q8_0", "qwen3-8b"),
+    ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "llama-3.1-8b-instruct"), ("/models/Qwen3-8B/", "qwen3-8b"),
+    ("Meta Llama 3.1 8B Instruct", "llama-3.1-8b-instruct"), ("Qwen3-8B-FP8", "qwen3-8b-fp8"),
+])  # fmt: skip
 def test_forms_of_a_model_have_one_name(name, plain):
     assert plain_name(name) == plain
 
 
+def change(folder: Path, *, without: str = "", behind: str = "", **changes: object) -> None:
+    """Change keys of a config.json. behind: a text that breaks it"""
+    config = folder / "config.json"
+    raw = json.loads(config.read_text()) | changes
+    raw.pop(without, None)
+    config.write_text(json.dumps(raw) + behind)
+
+
 def test_a_head_beside_a_model_is_found_by_its_config(tmp_path, capsys):
     """By each key that names a target. A whole model, another's head and a broken config are passed over."""
-    model = tmp_path / "Demo-1M"
+    model, head = tmp_path / "Demo-1M", tmp_path / "c-head"
     model.symlink_to(DEMO)
-    keys = {"base_model": "official/Demo-1M"}
-    for name, changes in {"a-broken": {}, "b-other": {"base_model": "official/Demo-2M"}, "c-head": keys}.items():  # fmt: skip
-        shutil.copytree(f"{DEMO}-eagle", tmp_path / name)
-        config = tmp_path / name / "config.json"
-        config.write_text(
-            json.dumps(json.loads(config.read_text()) | changes) + "x" * (name == "a-broken")
-        )
-    shutil.copytree(DEMO, tmp_path / "a-model")
-    config = tmp_path / "a-model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | keys))
-    assert own_head(model) == own_head(model, "eagle") == str(tmp_path / "c-head")
-    note = f"note: drafts come from {tmp_path / 'c-head'}, whose config names official/Demo-1M; "
+    for name in ("a-broken", "b-other", "c-head", "a-model"):
+        shutil.copytree(DEMO if name == "a-model" else f"{DEMO}-eagle", tmp_path / name)
+    change(tmp_path / "a-broken", behind="x")
+    change(tmp_path / "b-other", base_model="official/Demo-2M")
+    change(tmp_path / "a-model", base_model="official/Demo-1M")
+    change(head, base_model="official/Demo-1M")
+    assert own_head(model) == own_head(model, "eagle") == str(head)
+    note = f"note: drafts come from {head}, whose config names official/Demo-1M; "
     assert capsys.readouterr().err.startswith(note)
     assert own_head(model, "medusa") == ""
     engine = load(str(model), device="cpu", max_new_tokens=8, tree="dynamic")
-    assert engine.option("draft") == "eagle" and engine.option("head") == str(tmp_path / "c-head")
+    assert engine.option("draft") == "eagle" and engine.option("head") == str(head)
     known_heads.head_beside.cache_clear()
-    raw = json.loads((tmp_path / "c-head" / "config.json").read_text())
-    del raw["base_model"]
-    raw["speculators_config"] = {"verifier": {"name_or_path": "official/Demo-1M"}}
-    (tmp_path / "c-head" / "config.json").write_text(json.dumps(raw))
-    assert own_head(model) == str(tmp_path / "c-head")
+    verifier = {"verifier": {"name_or_path": "official/Demo-1M"}}
+    change(head, without="base_model", speculators_config=verifier)
+    assert own_head(model) == str(head)
     bundled_head(model).symlink_to(f"{DEMO}-eagle")
     assert own_head(model) == f"{model}-eagle", "the one that has its name comes first"
 

@@ -95,43 +95,54 @@ def with_files(source, target, **files):
 # ------------------------------------------------------------------------------------- text and ids
 
 
+def control_ids(tokenizer, ids):
+    return [i for i in ids if not tokenizer.piece(i)]
+
+
 def test_a_users_words_name_no_control_token(tokenizer):
     """Between the tokens of a template, whose names are parsed."""
     names = [name for name in ("<s>", "</s>", *CONTROLS) if tokenizer.id_of(name) is not None]
     words = "".join(f"a {name} b{name}" for name in names) + "<s"
     end = names[-1]
     ids = tokenizer.encode(f"{end}{tokenizer.as_text(words)}{end}", bos=False, special=True)
-    controls = [i for i in ids if not tokenizer.piece(i)]
-    assert controls == [ids[0], ids[-1]] == [tokenizer.id_of(end)] * 2
+    assert control_ids(tokenizer, ids) == [ids[0], ids[-1]] == [tokenizer.id_of(end)] * 2
     assert tokenizer.decode(ids, continuation=True).strip() == words
     assert tokenizer.as_text("no < name > here") == "no < name > here"
     if not isinstance(tokenizer, files.tokenizer.JsonTokenizer):
         own = tokenizer.encode(words, bos=False)
         assert tokenizer.encode(tokenizer.as_text(words), bos=False, special=True) == own
     parsed = tokenizer.encode(words, bos=False, special=True)
-    assert len([i for i in parsed if not tokenizer.piece(i)]) == 2 * len(names)
+    assert len(control_ids(tokenizer, parsed)) == 2 * len(names)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer, text):
+    """Whole, beside ids beyond the vocabulary, which are silent, and token by token: never half a character."""
     # U+2581 is sentencepiece's own space: the one character that it does not give back
-    expected = (
-        text if isinstance(tokenizer, files.tokenizer.JsonTokenizer) else text.replace("▁", " ")
-    )
+    is_json = isinstance(tokenizer, files.tokenizer.JsonTokenizer)
+    expected = text if is_json else text.replace("▁", " ")
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == expected
+    beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 1000]
+    assert tokenizer.decode([*ids, *beyond]) == tokenizer.decode(ids) == expected
     assert tokenizer.decode(tokenizer.encode(text, bos=False)) == expected
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    parts = stream(tokenizer, ids, iter(lambda: 1, 0))
+    assert "".join(parts) == expected
+    assert "\ufffd" not in "".join(parts) and parts[-1] == ""
 
 
 def test_bos_and_eos(tokenizer):
+    """BOS is never doubled."""
     plain = tokenizer.encode("hello", bos=False)
     assert tokenizer.bos_id is not None and tokenizer.bos_id not in plain
     assert tokenizer.encode("hello") == [tokenizer.bos_id, *plain]
-    assert tokenizer.encode("") == [tokenizer.bos_id]
-    assert tokenizer.encode("", bos=False) == []
+    assert tokenizer.encode("") == [tokenizer.bos_id] and tokenizer.encode("", bos=False) == []
     assert len(tokenizer.eos_ids) == 1 and tokenizer.eos_ids != (tokenizer.bos_id,)
     assert tokenizer.decode([tokenizer.bos_id, *plain, *tokenizer.eos_ids]) == "hello"
+    bos = next(name for name in ("<s>", CONTROLS[0]) if tokenizer.id_of(name) is not None)
+    ids = tokenizer.encode(f"{bos}hello", special=True)
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
+    assert ids == tokenizer.encode(f"{bos}hello", bos=False, special=True)
 
 
 def test_control_tokens_are_parsed_on_request_only(tokenizer):
@@ -147,18 +158,6 @@ def test_control_tokens_are_parsed_on_request_only(tokenizer):
         assert re.sub(" +", " ", tokenizer.decode(parsed)) in ("one two", "one  two")
 
 
-def test_bos_is_never_doubled(tokenizer):
-    bos = next(name for name in ("<s>", CONTROLS[0]) if tokenizer.id_of(name) is not None)
-    ids = tokenizer.encode(f"{bos}hello", special=True)
-    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
-    assert ids == tokenizer.encode(f"{bos}hello", bos=False, special=True)
-
-
-def test_ids_beyond_the_vocabulary_are_silent(tokenizer):
-    ids = tokenizer.encode("hello")
-    assert tokenizer.decode([*ids, tokenizer.vocab_size, tokenizer.vocab_size + 1000]) == "hello"
-
-
 # ---------------------------------------------------------------------------------------- streaming
 
 
@@ -170,14 +169,6 @@ def stream(tokenizer, ids, sizes):
         parts.append(decoder.push(ids[:n]))
         ids = ids[n:]
     return [*parts, decoder.flush()]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_streaming_text_never_shows_half_a_character(tokenizer, text):
-    ids = tokenizer.encode(text)
-    parts = stream(tokenizer, ids, iter(lambda: 1, 0))
-    assert "".join(parts) == tokenizer.decode(ids)
-    assert "\ufffd" not in "".join(parts) and parts[-1] == ""
 
 
 def test_streaming_random_ids_equals_decoding(tokenizer):
@@ -308,15 +299,14 @@ def test_add_bos_token(request, tmp_path, kind, add):
     assert (tok.encode("a")[0] == tok.bos_id) == (add is not False)
 
 
-def test_json_without_bos(tmp_path):
+@pytest.mark.parametrize("config, adds", [
+    ({}, False), ({"bos_token": CONTROLS[0]}, False), ({"bos_token": CONTROLS[0], "add_bos_token": True}, True),
+])  # fmt: skip
+def test_json_without_bos(tmp_path, config, adds):
     """Qwen-2's manner: nothing is put before the text, whatever `bos` says, until the config asks for it."""
-    tok = Tokenizer.load(build_json(tmp_path, bos=False))
-    assert (tok.bos_id, tok.eos_ids, tok.encode("a")) == (None, (), tok.encode("a", bos=False))
-    tok = Tokenizer.load(write(tmp_path, "tokenizer_config.json", {"bos_token": CONTROLS[0]}))
-    assert tok.bos_id is not None and tok.encode("a") == tok.encode("a", bos=False)
-    config = {"bos_token": CONTROLS[0], "add_bos_token": True}
-    tok = Tokenizer.load(write(tmp_path, "tokenizer_config.json", config))
-    assert tok.encode("a") == [tok.bos_id, *tok.encode("a", bos=False)]
+    tok = Tokenizer.load(write(build_json(tmp_path, bos=False), "tokenizer_config.json", config))
+    assert (tok.bos_id is not None) == bool(config) and tok.eos_ids == ()
+    assert tok.encode("a") == [tok.bos_id] * adds + tok.encode("a", bos=False)
 
 
 def test_limits_saved_in_the_file_do_not_cut_the_prompt(tmp_path):
@@ -350,15 +340,10 @@ def test_tokenizer_json_comes_first(sp_dir, tmp_path, capsys):
 # ------------------------------------------------------------------------------------------- errors
 
 
-def one_line(caught):
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def assert_refused(path, says):
     with pytest.raises(ValueError, match=says) as caught:
         Tokenizer.load(path)
-    one_line(caught)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_tokenizer(tmp_path):
