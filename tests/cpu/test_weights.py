@@ -484,11 +484,9 @@ def test_integer_sums_on_tiles_are_those_of_other_processors(format, unit):
 
 # less than a tile of outputs, tiles that overlap, strips; K: part of a step, a step, with rests, odd
 @UNITS
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1), (3, 2), (15, 64), (17, 32), (40, 96), (77, 301), (130, 640), (600, 1090)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [
+    (1, 1), (3, 2), (15, 64), (17, 32), (40, 96), (77, 301), (130, 640), (600, 1090)
+], ids=str)  # fmt: skip
 def test_bf16_on_tiles_has_the_bits_of_its_reference(shape, unit):
     """Many rows take several strips and several passes."""
     case, x = Floats(random(*shape) * shape[1] ** -0.5), random(280, shape[1], seed=1).bfloat16()
@@ -794,40 +792,36 @@ def test_tables_that_lie_are_refused():
 @EVERY
 def test_operands_that_do_not_fit_are_refused(format):
     """Rows of another width or type, a bias of another size, a group of another layout, and other outputs."""
-    case = case_of(format, 33, 256)
-    for x in (random(2, 512), random(2, 128), random(2, 256).half(), random(2, 256).double()):
-        with pytest.raises(RuntimeError, match="activations must be|does not fit"):
-            case.product(x)
-    x = random(2, 256)
+    case, one = case_of(format, 33, 256), torch.zeros(2, dtype=torch.long)
+    good = {
+        "x": random(2, 256),
+        "data": case.data,
+        "table": case.table,
+        "bias": None,
+        "outputs": 33,
+    }
+    good |= {"wide": True, "expert": None}
+    rows = (random(2, 512), random(2, 128), random(2, 256).half(), random(2, 256).double())
+    wrong = [({"x": x}, "activations must be|does not fit") for x in rows]
     for bias in (torch.zeros(32).bfloat16(), torch.zeros(33), torch.zeros(66).bfloat16()[::2]):
-        with pytest.raises(RuntimeError, match="bias must hold one bfloat16 per output"):
-            case.product(x, bias=bias)
+        wrong.append(({"bias": bias}, "bias must hold one bfloat16 per output"))
     for outputs in (32, 34):
-        with pytest.raises(RuntimeError, match=f"weights of 33 outputs do not fit {outputs}"):
-            OPERATORS.matmul(x, case.data, case.table, None, outputs, True)
-    one = torch.zeros(2, dtype=torch.long)
-    for data, expert, says in (
-        (case.data, one, "do not fit"),
-        (case.data[None], one[:1], "one int64 per row"),
-    ):
-        with pytest.raises(RuntimeError, match=says):
-            OPERATORS.matmul(x, data, case.table, None, 33, True, expert)
+        wrong.append(({"outputs": outputs}, f"weights of 33 outputs do not fit {outputs}"))
+    wrong.append(({"expert": one}, "do not fit"))
+    wrong.append(({"data": case.data[None], "expert": one[:1]}, "one int64 per row"))
     if format == "bf16":
         for weight in (case.weight, case.data.T, random(256, 33).bfloat16().T):
-            with pytest.raises(
-                RuntimeError, match="must be bfloat16|does not fit|in one piece|do not fit"
-            ):
-                OPERATORS.matmul(x, weight, None, None, 33, True)
-        return
-    for place, value, says in (
-        (3, 99, "no layout 99"),
-        (5, 16, "groups of layout"),
-        (6, 64, "follow each other"),
-    ):
-        table = case.table.clone()
-        table[place] = value
+            wrong.append(({"data": weight}, "must be bfloat16|do(es)? not fit|in one piece"))
+    else:
+        lies = ((3, 99, "no layout 99"), (5, 16, "groups of layout"), (6, 64, "follow each other"))
+        for place, value, says in lies:
+            table = case.table.clone()
+            table[place] = value
+            wrong.append(({"table": table}, says))
+    OPERATORS.matmul(*good.values())
+    for change, says in wrong:
         with pytest.raises(RuntimeError, match=says):
-            OPERATORS.matmul(x, case.data, table, None, 33, True)
+            OPERATORS.matmul(*(good | change).values())
 
 
 def test_rows_out_of_range_are_refused_with_threads():
