@@ -221,17 +221,6 @@ def test_other_drafters(capsys, draft, options, resolved):
     assert draft != "model" or sum(lengths) > 3 * len(lengths)
 
 
-def test_prompt_file_with_turns(capsys, tmp_path):
-    file = tmp_path / "p.jsonl"
-    turns = ["Question: What is 2+3?\nAnswer:", "\nQuestion: And 4+4?\nAnswer:"]
-    file.write_text(f'{json.dumps({"turns": turns})}\n{{"turns": ["import "]}}\n')
-    line = f"{EIGHT_AS_JSON} --prompt_file {file} --dtype float32"
-    alone = as_json(capsys, line)
-    together = as_json(capsys, f"{line} --batch_size 2")
-    assert len(alone["tokens"]) == 3 and alone["prompt_tokens"][1] > alone["prompt_tokens"][0]
-    assert alone["tokens"] == together["tokens"]
-
-
 def test_without_operators_modules_run(capsys, monkeypatch):
     """--compile changes nothing on a CPU; the failed build has its own note (test_builds.py)."""
     modules = as_json(capsys, f"{OF_IDS} --json -")

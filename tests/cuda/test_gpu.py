@@ -29,7 +29,7 @@ from drafter_files import write_drafter
 from drafters import RootOnly
 from drafts.by_value import ByValue, beside
 from drafts.noise import uniforms
-from eagle_draft import EagleDrafter, load_head
+from eagle_draft import EagleDrafter, EagleHead, load_head
 from files.config import read_config
 from files.weights import load_model
 from helpers import GOLDEN, Mixture, decode, quantized, rounded
@@ -101,19 +101,40 @@ def golden_config(temperature: float, **options) -> GenerateConfig:
     return GenerateConfig(temperature=temperature, **same | options)
 
 
+Models = tuple[Transformer, EagleHead]
+
+
+def golden_models(model: str = "llama_mha") -> Models:
+    """A golden target and its head, in fp32 without rounding to tf32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    target = load_model(GOLDEN / f"models/target_{model}", FP32, "cuda")
+    name = f"models/head_eagle12_{model.removeprefix('llama_')}"
+    return target, load_head(GOLDEN / name, target)
+
+
+def engines(
+    config: GenerateConfig,
+    models: Models,
+    tree: StaticTree | DynamicTree,
+    context: int = 256,
+    **changes,
+) -> tuple[Engine, Engine]:
+    """Vanilla, and one that drafts with some options changed."""
+    target, head = models
+    vanilla = build_cycles(Engine(target, (RootOnly(),), context, config=config))
+    config, drafter = replace(config, **changes), EagleDrafter(head, target, tree)
+    return vanilla, build_cycles(Engine(target, (drafter,), context, config=config))
+
+
 @rows("batch, temperature", product((1, 2), (0.0, 1.0)), (), smoke=[(1, 0.0), (2, 1.0)])
 def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
     """Graphs of every preset, in turn; after the warm-up nothing in a cycle may stop the host."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
-    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
+    target, head = golden_models()
     config = golden_config(temperature, max_new_tokens=100, batch_size=batch)
-    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
     drafter = beside(EagleDrafter(head, target, DynamicTree(4, 5, 20)))
-    config = replace(config, compile=True)
-    policy = ByValue()
-    drafted = Engine(target, drafter.presets, 256, config=config, policy=policy)
-    engine = warm_up(build_cycles(drafted))
+    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
+    options = {"config": replace(config, compile=True), "policy": ByValue()}
+    engine = warm_up(build_cycles(Engine(target, drafter.presets, 256, **options)))
     assert engine.captured and engine.policy.costs is not None
     want = decode(vanilla, *PROMPTS[:batch]).history
     for _ in range(2):
@@ -142,15 +163,8 @@ def test_captured_cycles_equal_vanilla_and_never_wait(batch, temperature):
 )  # fmt: skip
 def test_trees_equal_vanilla(model, tree, temperature, compiled):
     """fp32 on the golden models; near ties are reported by the assertion's message."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_model(GOLDEN / f"models/target_{model}", torch.float32, "cuda")
-    head = load_head(GOLDEN / f"models/head_eagle12_{model.removeprefix('llama_')}", target)
     config = golden_config(temperature, max_new_tokens=60, batch_size=2)
-    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
-    drafter = EagleDrafter(head, target, TREES[tree])
-    drafted = build_cycles(
-        Engine(target, (drafter,), 256, config=replace(config, compile=compiled))
-    )
+    vanilla, drafted = engines(config, golden_models(model), TREES[tree], compile=compiled)
     assert decode(drafted, *PROMPTS).history == decode(vanilla, *PROMPTS).history
 
 
@@ -181,10 +195,10 @@ def test_a_tree_over_every_kind_of_layer_equals_vanilla(family, dtype, temperatu
     head = head.to("cuda", dtype).requires_grad_(False)
     head.ropes = RotaryEmbeddings(head.config.model.ropes, "cuda")
     config = golden_config(temperature, max_new_tokens=60, batch_size=2)
-    vanilla = build_cycles(Engine(target, (RootOnly(),), 256, config=config))
-    drafter = EagleDrafter(head, target, DynamicTree(depth=3, topk=10, size=40))
     prompts = [[token % 32 for token in prompt] for prompt in PROMPTS]
-    drafted = decode(build_cycles(Engine(target, (drafter,), 256, config=config)), *prompts)
+    tree = DynamicTree(depth=3, topk=10, size=40)
+    vanilla, engine = engines(config, (target, head), tree)
+    drafted = decode(engine, *prompts)
     assert drafted.history == decode(vanilla, *prompts).history
     assert sum(drafted.stats.accept_lengths) > 5
 
@@ -197,32 +211,26 @@ def exact_options(temperature: float, new: int, checkpoint: str = DEMO) -> dict:
 
 
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
+STOP = {"stop": ["re", "s", "("]}
+CHATS = [["def read_lines(path):", "def g(b):\n", "# "], ["class A:", "\n x"]]
+TEXTS = ["import os\n", "Question: What is 2 + 3?\nAnswer:"]
 
 
 @rows(
-    "temperature, rules",
-    product((0.0, 1.0), ({}, PENALTIES)),
-    (),
-    smoke=[(0.0, {}), (1.0, PENALTIES)],
-)
+    "temperature, rules", product((0.0, 1.0), ({}, PENALTIES, STOP)), (), smoke=[(0.0, {}), (1.0, PENALTIES)],
+)  # fmt: skip
 def test_the_demo_with_grouped_queries_equals_vanilla(temperature, rules):
-    """The demo has two query heads per key head; the golden models have one."""
+    """The demo has two query heads per key head; the golden models have one.
+
+    Cycles that run already when a stop string is found change nothing in the next turn.
+    """
     options = exact_options(temperature, 64) | rules
-    prompts = ["def read_lines(path):", "import os\n", "Question: What is 2 + 3?\nAnswer:"]
+    prompts = [*CHATS, *TEXTS]
     plain = generate(load(draft="none", **options), prompts)
     for tree in ("chain", "dynamic"):
-        assert generate(load(tree=tree, batch_size=2, **options), prompts).tokens == plain.tokens
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_string_ends_a_turn_as_in_vanilla(temperature):
-    """Cycles that run already when the string is found change nothing in the next turn."""
-    options = exact_options(temperature, 40) | {"stop": ["re", "s", "("]}
-    prompts = [["def read_lines(path):", "def g(b):\n", "# "], ["class A:", "\n x"]]
-    plain = generate(load(draft="none", **options), prompts)
-    drafted = generate(load(tree="dynamic", **options), prompts)
-    assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
-    assert "stop" in drafted.finish_reason
+        drafted = generate(load(tree=tree, batch_size=2, **options), prompts)
+        assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
+    assert rules != STOP or "stop" in plain.finish_reason
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -237,15 +245,11 @@ def test_trained_drafters_equal_vanilla(kind, temperature, tmp_path):
     assert generate(drafted, PROMPTS[:1]).tokens == plain.tokens
 
 
-def golden_engines(config: GenerateConfig, context: int, **changes) -> tuple[Engine, Engine]:
-    """Vanilla, and warm with a dynamic tree and some options changed, in fp32 on golden models."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    target = load_model(GOLDEN / "models/target_llama_mha", torch.float32, "cuda")
-    head = load_head(GOLDEN / "models/head_eagle12_mha", target)
-    vanilla = build_cycles(Engine(target, (RootOnly(),), context, config=config))
-    drafter = EagleDrafter(head, target, DynamicTree(4, 5, 20))
-    config = replace(config, **changes)
-    return vanilla, warm_up(build_cycles(Engine(target, (drafter,), context, config=config)))
+def warm_engines(config: GenerateConfig, context: int, **changes) -> tuple[Engine, Engine]:
+    """Vanilla, and warm with a dynamic tree and some options changed, on golden models."""
+    tree = DynamicTree(4, 5, 20)
+    vanilla, drafted = engines(config, golden_models(), tree, context, **changes)
+    return vanilla, warm_up(drafted)
 
 
 @rows("compiled, temperature", product((False, True), (0.0, 1.0)), ())
@@ -253,7 +257,7 @@ def test_rows_that_take_one_prompt_after_the_other(compiled, temperature):
     """Prompts of one pass and of several are cached by graphs of each row, while the other rows decode."""
     config = golden_config(temperature, max_new_tokens=30, draft="none")
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 137 * k % 400)] for k in range(1, 9)]
-    vanilla, drafted = golden_engines(config, 512, compile=compiled, batch_size=3)
+    vanilla, drafted = warm_engines(config, 512, compile=compiled, batch_size=3)
     want = generate(vanilla, prompts).tokens
     for _ in range(2):
         assert generate(drafted, prompts).tokens == want
@@ -264,7 +268,7 @@ def test_four_rows_that_come_and_go(compiled, temperature):
     """As a server drives a session: one row is released in the middle of its text, others take the next prompt."""
     config = golden_config(temperature, max_new_tokens=40, draft="none")
     prompts = [[(7 * i + i * i * k) % 97 for i in range(5 + 37 * k % 60)] for k in range(1, 8)]
-    vanilla, drafted = golden_engines(config, 256, compile=compiled, batch_size=4)
+    vanilla, drafted = warm_engines(config, 256, compile=compiled, batch_size=4)
     want = generate(vanilla, prompts).tokens
     session = Session(drafted)
     said, coming, rows = [[] for _ in prompts], iter(range(len(prompts))), [-1] * 4
@@ -327,17 +331,12 @@ def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
     return cache
 
 
-def compact_by_reference(cache, start, path):
-    """The contents of the buffers after compaction. The cache itself stays as it is."""
-    want = [b.clone() for b in (*cache.k, *cache.v)]
+def check_compaction(cache, start, path, compact):
+    """Compare a call with the definition. Writes: cache."""
+    want = [buffer.clone() for buffer in (*cache.k, *cache.v)]
     reference.compact(want, torch.empty(0), start, path)
-    return want
-
-
-def same_buffers(cache, want):
-    return all(
-        torch.equal(ours, theirs) for ours, theirs in zip((*cache.k, *cache.v), want, strict=True)
-    )
+    compact()
+    assert all(map(torch.equal, (*cache.k, *cache.v), want)), start
 
 
 def random_paths(batch, steps, nodes):
@@ -363,9 +362,9 @@ def test_compaction(dtype, kv_heads, E):
         for steps in (1, 2, 7, 33, 64) * 10:
             start = torch.randint(700 - 64, (batch,), device="cuda")
             path = random_paths(batch, steps, 64)
-            want = compact_by_reference(cache, start, path)
-            backends.triton.functions.compact([*cache.k, *cache.v], cache.addresses, start, path)
-            assert same_buffers(cache, want), (batch, steps)
+            operands = ([*cache.k, *cache.v], cache.addresses, start, path)
+            kernel = partial(backends.triton.functions.compact, *operands)
+            check_compaction(cache, start, path, kernel)
 
 
 @pytest.mark.smoke
@@ -389,9 +388,7 @@ def test_compiled_and_captured_compaction():
     for starts in ([0, 236], [7, 100], [100, 7]):
         start.copy_(torch.tensor(starts))
         path.copy_(random_paths(2, 7, 60))
-        want = compact_by_reference(cache, start, path)
-        graph.replay()
-        assert same_buffers(cache, want)
+        check_compaction(cache, start, path, graph.replay)
 
 
 @rows("V, k", product((100, 2048, 32000, 128256), (1, 10, 16, 64, 65)), (), smoke=[(128256, 10)])

@@ -2,15 +2,14 @@
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from filelock import FileLock
@@ -165,55 +164,32 @@ def test_folders_that_cannot_be_written(wheels, copied, tmp_path, monkeypatch):
     assert "No space left on device" in fetch_fails(tmp_path / "new")
 
 
-def child(folder: Path, pauses: bool = False) -> tuple[multiprocessing.Process, TextIO]:
-    """Another process that fetches, and its messages. If it pauses, it does so before the file gets its name."""
-    receiving, sending = os.pipe()
-
-    def pause(_):
-        print("half", file=sys.stderr)
-        time.sleep(60)
-
-    def run():
-        sys.stderr = os.fdopen(sending, "w", buffering=1)
-        if pauses:
-            os.fsync = pause
-        fetch(FAKE, folder)
-
-    forked = multiprocessing.get_context("fork")  # a new process would import torch first
-    process = forked.Process(target=run, daemon=True)
-    process.start()
-    os.close(sending)
-    return process, os.fdopen(receiving)
-
-
-def test_a_killed_run_leaves_nothing_that_the_next_one_takes(copied, tmp_path):
-    folder = tmp_path / "checkpoints"
-    killed, said = child(folder, pauses=True)
-    assert [said.readline() for _ in range(2)][1] == "half\n"
-    killed.kill()
-    killed.join()
-    (left,) = folder.glob("[!.]*")
-    assert left.name.endswith(".tmp") and (left / "fake.gguf").is_file()
+def test_a_killed_run_leaves_nothing_that_the_next_one_takes(copied, tmp_path, monkeypatch):
+    """Until a file is whole it lies in a folder of its own, which the next run removes."""
+    folder, seen = tmp_path / "checkpoints", []
+    left = folder / "fake.gguf.killed.tmp"
+    left.mkdir(parents=True)
+    (left / "fake.gguf").write_bytes(CONTENT)
+    monkeypatch.setattr(os, "fsync", lambda _: seen.extend(folder.glob("[!.]*")))
     assert fetch(FAKE, folder).read_bytes() == CONTENT
+    (own,) = seen
+    assert own != left and own.match("fake.gguf.*.tmp")
     assert [file.name for file in folder.glob("[!.]*")] == ["fake.gguf"]
 
 
-def test_two_processes_fetch_once(copied, tmp_path):
+def test_two_who_fetch_at_once_fetch_once(copied, tmp_path, capsys):
+    """They wait for the one that holds the lock, and say so."""
+    said, limit = "", time.monotonic() + 30
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    held = FileLock(folder / LOCK)
-    held.acquire()
-    processes, pipes = zip(child(folder), child(folder))
-    for pipe in pipes:
-        assert pipe.readline() == "note: waiting for another process that fetches Fake-1M\n"
-    assert not list(folder.glob("[!.]*")), "they wait for the one that holds the lock"
-    held.release()
-    said = [pipe.read() for pipe in pipes]
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0], said
-    assert sum("note: fetching" in text for text in said) == 1
-    assert (folder / "fake.gguf").read_bytes() == CONTENT
+    with ThreadPoolExecutor(2) as pool, FileLock(folder / LOCK):
+        fetching = [pool.submit(fetch, FAKE, folder) for _ in range(2)]
+        while said.count("waiting for another process that fetches Fake-1M\n") < 2:
+            said += capsys.readouterr().err
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert not list(folder.glob("[!.]*"))
+    assert len({file.result() for file in fetching}) == len(copied) == 1
 
 
 @pytest.fixture

@@ -145,19 +145,6 @@ def test_bos_and_eos(tokenizer):
     assert ids == tokenizer.encode(f"{bos}hello", bos=False, special=True)
 
 
-def test_control_tokens_are_parsed_on_request_only(tokenizer):
-    controls = [name for name, token in tokenizer._added.items() if token.control]
-    assert len(controls) >= 3
-    for control in controls:
-        text, its_id = f"one {control}two{control}", tokenizer.id_of(control)
-        plain = tokenizer.encode(text, bos=False)
-        parsed = tokenizer.encode(text, bos=False, special=True)
-        assert not set(plain) & tokenizer._hidden, control
-        assert tokenizer.decode(plain) == text
-        assert parsed.count(its_id) == 2 and parsed[-1] == its_id
-        assert re.sub(" +", " ", tokenizer.decode(parsed)) in ("one two", "one  two")
-
-
 # ---------------------------------------------------------------------------------------- streaming
 
 
@@ -236,22 +223,6 @@ def test_legacy_parity_with_transformers(tmp_path, prefix):
         assert explicit.encode(text, bos=False, special=True) == expected, text
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_parity_with_llama_tokenizer(sp_dir, tmp_path, legacy):
-    llama = pytest.importorskip("transformers").LlamaTokenizer
-    extractor = pytest.importorskip(EXTRACTORS).SentencePieceExtractor
-    vocab, _, merges = extractor(str(sp_dir / "tokenizer.model")).extract()
-    reference = llama(vocab=vocab, merges=merges, legacy=legacy)
-    tok = Tokenizer.load(with_files(sp_dir, tmp_path, tokenizer_config__json={"legacy": legacy}))
-    for text in MIXED + TEXTS:
-        if text.startswith((" ", "▁")) or "</s> " in text or "<s> " in text:
-            continue  # version 5 does not double a space that is there, sentencepiece and version 4 do
-        expected = reference(text, add_special_tokens=False).input_ids
-        assert tok.encode(text, bos=False, special=True) == expected, text
-        ids = tok.encode(text)
-        assert tok.decode(ids) == reference.decode(ids, skip_special_tokens=True)
-
-
 def test_json_parity_with_transformers(json_dir):
     fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
     reference, tok = fast(tokenizer_file=str(json_dir / "tokenizer.json")), Tokenizer.load(json_dir)
@@ -269,26 +240,6 @@ def test_json_parity_with_transformers(json_dir):
 
 
 # ------------------------------------------------------------------------------ configuration files
-
-
-def test_added_tokens_of_a_sentencepiece_model(sp_dir, tmp_path):
-    size = Tokenizer.load(sp_dir).vocab_size
-    decoder = {
-        str(size): {"content": "<|im_end|>", "special": True},
-        str(size + 1): {"content": "<tool>", "special": False},
-        str(size + 3): {"content": "<tool>+", "special": False},
-    }
-    config = {"added_tokens_decoder": decoder, "eos_token": "<|im_end|>", "bos_token": None}
-    config["pad_token"] = "<pad>"
-    files = {"tokenizer_config__json": config, "added_tokens__json": {"<pad>": size + 2}}
-    tok = Tokenizer.load(with_files(sp_dir, tmp_path, **files))
-    assert (tok.vocab_size, tok.eos_ids, tok.bos_id) == (size + 4, (size,), 1)
-    text = "a<tool>+b<pad><|im_end|><tool>"
-    parsed = tok.encode(text, special=True)
-    assert [i for i in parsed if i >= size] == [size + 3, size + 2, size, size + 1]
-    assert [i for i in tok.encode(text) if i >= size] == [size + 3, size + 1]  # no control tokens
-    assert tok.decode(tok.encode("a<tool>", special=True)) == "a<tool>"
-    assert "<pad>" not in tok.decode(parsed) and "<|im_end|>" not in tok.decode(parsed)
 
 
 @pytest.mark.parametrize("kind", ["sp_dir", "json_dir"])
