@@ -248,6 +248,13 @@ def test_a_stream_is_the_text_of_its_own_parameters(capsys, options):
     assert out == want + "\n" and re.search(r"^12 tokens, \S+ tokens/s; tau ", err, re.MULTILINE)
 
 
+def test_a_prompt_without_a_template_may_name_control_tokens():
+    engine = load(DEMO, draft="none", device="cpu")
+    ids = encode(engine, ["a", "x</s>"], ["</s>b"])
+    end = engine.tokenizer.id_of("</s>")
+    assert ids[0] == engine.tokenizer.bos_id and ids[-1] == end and ids.count(end) == 2
+
+
 def test_calls_that_are_refused(tmp_path):
     demo = load(checkpoint=DEMO, max_new_tokens=16, device="cpu")
     of_ids = load(checkpoint=TARGET, max_new_tokens=5, device="cpu")

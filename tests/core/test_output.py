@@ -64,26 +64,23 @@ def test_ctrl_c_in_prefill_leaves_what_was_computed(monkeypatch, chunk, drafts):
 # -------------------------------------------------------------------------------------------- files
 
 
-def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):
-    file = tmp_path / "out.json"
-    write_text(str(file), "one")
-    fresh = stat.S_IMODE(file.stat().st_mode)
-    file.chmod(0o640)
-    before = file.stat().st_ino
-    write_text(str(file), "two")
-    assert file.read_text() == "two\n" and file.stat().st_ino != before
-    assert stat.S_IMODE(file.stat().st_mode) == 0o640 != fresh
-    assert os.listdir(tmp_path) == ["out.json"]
-
-
-@pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
-def test_a_link_stays_a_link(tmp_path, there):
-    file, link = tmp_path / "file", tmp_path / "link"
+@pytest.mark.parametrize("written", ["file", "link", "link to nothing"])
+def test_a_text_is_written_whole(tmp_path, written):
+    """A file keeps its mode and a link stays one; so does a neighbour whose name ends in tmp."""
+    file, link, neighbour = (tmp_path / name for name in ("file", "link", "file.tmp"))
+    link.symlink_to("file")
+    neighbour.write_text("mine")
+    there = written != "link to nothing"
     if there:
         file.write_text("old text that is longer")
-    link.symlink_to("file")
-    write_text(str(link), "new")
-    assert link.is_symlink() and file.read_text() == "new\n" and not file.is_symlink()
+        file.chmod(0o640)
+        before = file.stat().st_ino
+    write_text(str(file if written == "file" else link), "new")
+    assert file.read_text() == "new\n" and link.is_symlink() and not file.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "file.tmp", "link"]
+    assert neighbour.read_text() == "mine"
+    if there:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640 and file.stat().st_ino != before
 
 
 @pytest.mark.parametrize("linked", [True, False], ids=["link", "file"])
@@ -116,13 +113,6 @@ def test_a_queue_is_written_into(tmp_path):
     write_text(str(queue), "text")
     reader.join(10)
     assert read == ["text\n"] and stat.S_ISFIFO(queue.lstat().st_mode)
-
-
-def test_a_neighbour_whose_name_ends_in_tmp_stays(tmp_path):
-    (tmp_path / "out.tmp").write_text("mine")
-    write_text(str(tmp_path / "out"), "text")
-    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert found == {"out.tmp": "mine", "out": "text\n"}
 
 
 def test_a_device_stays_a_device(tmp_path, monkeypatch):

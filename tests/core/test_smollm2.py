@@ -29,6 +29,7 @@ def test_a_conversation(smollm2, dtype):
     """It answers, ends its turn by itself, and the second turn sees the first."""
     engine = load(chat="", max_new_tokens=60, dtype=dtype)
     assert engine.option("quant") == ("none" if dtype else "blocks")
+    assert dtype or engine.option("group_size") == 0, "the file's own groups"
     first = generate(engine, [QUESTION])
     assert first.text == [ANSWER] and first.finish_reason == ["stop"]
     assert engine.tokenizer.piece(first.tokens[0][-1]) == b""  # <|im_end|>
