@@ -75,7 +75,8 @@ def run(row: Row, function: Callable, operands: tuple) -> tuple[Any, list]:
     """Call a function with copies. Returns: its result; the operands that it writes."""
     given = list(mapped(operands, torch.clone))
     if row.name == "compact":  # the addresses of the copies
-        given[1] = torch.tensor([buffer.data_ptr() for buffer in given[0]])
+        addresses = [buffer.data_ptr() for buffer in given[0]]
+        given[1] = torch.tensor(addresses, device=given[0][0].device)
     named = given.pop() if isinstance(given[-1], dict) else {}
     result = function(*given, **named)
     written = [given[i] for i in row.writes]
@@ -236,6 +237,7 @@ def topk_cases() -> Iterator[tuple]:
         (2049, 10),
         (4096, 10),
         (4097, 1),
+        (128256, 64),
     ):
         yield (torch.randn(2, 3, vocab) * 4).round(), k  # many ties
         yield torch.randn(3, vocab) * 10, k

@@ -1,10 +1,5 @@
-"""What Triton's interpreter alone tells of the kernels; test_interpreter.py runs this file beside kernels.py.
+"""Cases of single kernels in Triton's interpreter alone; test_interpreter.py runs this file beside kernels.py."""
 
-1. Rows of cases/functions.py by the functions of CUDA's backend.
-2. Cases of single kernels that no row has.
-"""
-
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -21,55 +16,13 @@ import reference
 from backends.epilogues import add_norm_plainly, unnormalized_reference
 from backends.triton.qmatmul import ProductPlan
 from drafts.block_draft import slide
-from functions import ROWS, Row, assert_same, leaves, mapped, run
 from helpers import Mixture, planes_of_cuda, quantized, quantized_experts, rounded, slow
 from interpreted import CUDA, DEVICE
 from kernels import OPERATORS, ROUTINGS, _counters_are_zeros, check_level  # noqa: F401
 from model import ModelConfig
-from reference import TORCH, Backend, use_backend
+from reference import Backend, use_backend
 from scripts.bench import plans
 from windows import random_step
-
-# a function of a row -> how many of its cases
-COUNTS = {
-    "gumbel": 10, "best": 4, "topk": 8, "select_nodes": 12, "compact": 15, "rms_norm": 2, "attention": 6,
-    "ngram_match": 10,
-}  # fmt: skip
-HERE = [row for row in ROWS if row.name in COUNTS]
-
-
-def in_fp32(row: Row) -> list[tuple]:
-    """Return cases of a row, as many as there is time for: none with a cache in 8 bits, or of millions of numbers."""
-    random.seed(0), torch.manual_seed(0)
-
-    def fits(operands: tuple) -> bool:
-        tensors = leaves(operands)
-        coded = row.name != "compact" and any(x.dtype == torch.int8 for x in tensors)
-        counts = [x for x in operands if isinstance(x, int)]
-        return not coded and sum(x.numel() for x in tensors) < 60_000 and 50_000 not in counts
-
-    def wide(x: torch.Tensor) -> torch.Tensor:
-        return x.float() if x.is_floating_point() else x
-
-    cases = [mapped(operands, wide) for operands in row.cases() if fits(operands)]
-    return cases[:: max(1, len(cases) // COUNTS[row.name])][: COUNTS[row.name]]
-
-
-@pytest.mark.parametrize("row", HERE, ids=[row.name for row in HERE])
-def test_a_function_is_its_definition(monkeypatch, row):
-    monkeypatch.setattr("backends.triton.ngram.BLOCK", 16)  # places in many tiles
-    monkeypatch.setattr("backends.triton.tree.MOST", 128)  # of nodes, numbered in several pieces
-    cases = in_fp32(row)
-    assert len(cases) >= min(2, COUNTS[row.name])
-    for operands in cases:
-        got = run(row, getattr(CUDA, row.name), operands)
-        want = run(row, row.definition or getattr(TORCH, row.name), operands)
-        sizes = [tuple(x.shape) for x in leaves(operands)]
-        try:
-            assert_same(got, want, {torch.float32: (5e-6, 5e-6)})
-        except AssertionError as error:
-            raise AssertionError(f"{row.name}, operands {sizes}") from error
-
 
 # ------------------------------------------------------------------------------------ single kernels
 

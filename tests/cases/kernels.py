@@ -7,6 +7,7 @@ computes nonsense in bf16, and has no inline assembly, which is tested apart.
 from __future__ import annotations
 
 import os
+import random as seeded
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,10 +25,10 @@ from backends.epilogues import LazyMatmul, UnnormalizedRows
 from backends.triton.launch import SPLIT_TOKENS
 from backends.triton.layout import BLOCK_FORMS, SUPER
 from draft_tree import Children, Level
-from functions import best_by_sorting
+from functions import ROWS, Row, assert_same, best_by_sorting, leaves, mapped, run
 from helpers import quantized, quantized_experts, share_that_differs, slow, with_head_norms
 from models.operators import sliding
-from reference import choose
+from reference import TORCH, choose
 
 HERE = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if HERE else "cuda"
@@ -80,6 +81,54 @@ def check_close(got: Tensor, want: Tensor, dtype: torch.dtype, case: Any, errors
     assert got.dtype == dtype and got.shape == want.shape
     error = (got.float() - want).norm() / want.norm()
     assert error < errors[dtype], (case, float(error))
+
+
+# ----------------------------------------------------------------------------- rows of cases/functions.py
+
+# a function of a row -> how many of its cases
+CASES = {
+    "gumbel": 10, "best": 4, "topk": 8, "select_nodes": 12, "compact": 15, "rms_norm": 2, "attention": 6,
+    "ngram_match": 10,
+}  # fmt: skip
+OF_TABLE = [row for row in ROWS if row.name in CASES]
+
+
+def in_fp32(row: Row) -> list[tuple]:
+    """Return cases of a row, none with a cache in 8 bits; of the interpreter as many as there is time for."""
+    seeded.seed(0), torch.manual_seed(0)
+
+    def fits(operands: tuple) -> bool:
+        tensors = leaves(operands)
+        coded = row.name != "compact" and any(x.dtype == torch.int8 for x in tensors)
+        counts = [x for x in operands if isinstance(x, int)]
+        few = sum(x.numel() for x in tensors) < 60_000 and 50_000 not in counts
+        return not coded and (few or not HERE)
+
+    def wide(x: Tensor) -> Tensor:
+        return x.float() if x.is_floating_point() else x
+
+    cases = [mapped(operands, wide) for operands in row.cases() if fits(operands)]
+    return cases[:: max(1, len(cases) // CASES[row.name])][: CASES[row.name]] if HERE else cases
+
+
+@pytest.mark.parametrize("row", OF_TABLE, ids=[row.name for row in OF_TABLE])
+def test_a_function_is_its_definition(monkeypatch, row):
+    if HERE:
+        monkeypatch.setattr("backends.triton.ngram.BLOCK", 16)  # places in many tiles
+        monkeypatch.setattr(
+            "backends.triton.tree.MOST", 128
+        )  # of nodes, numbered in several pieces
+    cases = in_fp32(row)
+    assert len(cases) > 1
+    for operands in cases:
+        want = run(row, row.definition or getattr(TORCH, row.name), operands)
+        of_device = mapped(operands, lambda x: x.to(DEVICE))
+        got = mapped(run(row, getattr(OURS, row.name), of_device), Tensor.cpu)
+        sizes = [tuple(x.shape) for x in leaves(operands)]
+        try:
+            assert_same(got, want, {FP32: (5e-6, 5e-6)})
+        except AssertionError as error:
+            raise AssertionError(f"{row.name}, operands {sizes}") from error
 
 
 # ----------------------------------------------------------------------------------------- products

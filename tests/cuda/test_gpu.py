@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import backends.triton.functions
 import lost_device
 import reference
 import sampling
@@ -33,7 +32,7 @@ from eagle_draft import EagleDrafter, EagleHead, load_head
 from files.config import read_config
 from files.weights import load_model
 from helpers import GOLDEN, Mixture, decode, quantized, rounded
-from kernels import BF16, DTYPES, FP32, OURS, attention_inputs, captured, random, rows
+from kernels import BF16, FP32, OURS, attention_inputs, captured, random, rows
 from kv_cache import KVCache
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from reference import choose, use_backend
@@ -322,55 +321,14 @@ def test_captured_attention_reads_the_length_from_the_device(count):
         assert torch.equal(y, want[length])
 
 
-def filled_cache(kv_heads, E, batch, slots, dtype, layers=3):
-    """A cache of random rows on the GPU."""
-    config = ModelConfig(64, layers, kv_heads, kv_heads, E, 64, 9)
-    cache = KVCache.empty(config, batch, slots, dtype, "cuda")
-    for buffer in (*cache.k, *cache.v):
-        buffer.normal_()
-    return cache
-
-
-def check_compaction(cache, start, path, compact):
-    """Compare a call with the definition. Writes: cache."""
-    want = [buffer.clone() for buffer in (*cache.k, *cache.v)]
-    reference.compact(want, torch.empty(0), start, path)
-    compact()
-    assert all(map(torch.equal, (*cache.k, *cache.v), want)), start
-
-
-def random_paths(batch, steps, nodes):
-    """Ascending node numbers from the root, then rows that stay, as after `compaction`; every row of another length."""
-    paths = torch.arange(steps, device="cuda").repeat(batch, 1)
-    for row in range(batch):
-        accepted = steps - 1 - row * (steps - 1) // batch
-        paths[row, 1 : accepted + 1] = (
-            1 + torch.randperm(nodes - 1, device="cuda")[:accepted].sort().values
-        )
-    return paths
-
-
-@rows(
-    "dtype, kv_heads, E", ((dtype, *of) for dtype in DTYPES for of in ((1, 16), (8, 128), (32, 128), (5, 80), (2, 256))), (),
-    smoke=[(BF16, 32, 128)],
-)  # fmt: skip
-def test_compaction(dtype, kv_heads, E):
-    """Bit for bit, ten times over: a warp that writes before another has read would show in some of them."""
-    torch.manual_seed(0)
-    for batch in (1, 2):
-        cache = filled_cache(kv_heads, E, batch, 700, dtype)
-        for steps in (1, 2, 7, 33, 64) * 10:
-            start = torch.randint(700 - 64, (batch,), device="cuda")
-            path = random_paths(batch, steps, 64)
-            operands = ([*cache.k, *cache.v], cache.addresses, start, path)
-            kernel = partial(backends.triton.functions.compact, *operands)
-            check_compaction(cache, start, path, kernel)
-
-
 @pytest.mark.smoke
 def test_compiled_and_captured_compaction():
     """One launch for all layers; the path and the length are read from the device, and no buffer is copied."""
-    cache = filled_cache(8, 128, 2, 300, torch.bfloat16, layers=32)
+    config = ModelConfig(64, 32, 8, 8, 128, 64, 9)
+    cache = KVCache.empty(config, 2, 300, BF16, "cuda")
+    buffers = [*cache.k, *cache.v]
+    for buffer in buffers:
+        buffer.normal_()
     start = torch.zeros(2, dtype=torch.long, device="cuda")
     path = torch.arange(7, device="cuda").repeat(2, 1)
     compact = partial(cache.compact, backend=OURS)
@@ -387,27 +345,14 @@ def test_compiled_and_captured_compaction():
     graph, _ = captured(lambda: step(start, path))
     for starts in ([0, 236], [7, 100], [100, 7]):
         start.copy_(torch.tensor(starts))
-        path.copy_(random_paths(2, 7, 60))
-        check_compaction(cache, start, path, graph.replay)
-
-
-@rows("V, k", product((100, 2048, 32000, 128256), (1, 10, 16, 64, 65)), (), smoke=[(128256, 10)])
-def test_topk_logsumexp(poisoned, V, k):
-    torch.manual_seed(0)
-    scores = torch.randn(2, 10, V, device="cuda") * 10
-    scores[1] = scores[1].round()  # ties
-    scores[0, 3, 20:] = float("-inf")  # as after top-p
-    scores[0, 4] = float("-inf")
-    values, index, total = backends.triton.functions.topk(scores, k)
-    want, order = scores.sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(values, want[..., :k])
-    if k <= 64:
-        assert torch.equal(index, order[..., :k])
-    assert torch.equal(scores.gather(-1, index), values)
-    torch.testing.assert_close(
-        total, scores.double().logsumexp(-1, keepdim=True).float(), atol=1e-4, rtol=1e-6
-    )
-    assert torch.equal(backends.triton.functions.best(scores, None, None), order[..., 0])
+        for row, accepted in enumerate((6, 3)):  # rows past the accepted ones stay
+            path[row] = torch.arange(7)
+            nodes = 1 + torch.randperm(59, device="cuda")[:accepted].sort().values
+            path[row, 1 : accepted + 1] = nodes
+        want = [buffer.clone() for buffer in buffers]
+        reference.compact(want, torch.empty(0), start, path)
+        graph.replay()
+        assert all(map(torch.equal, buffers, want))
 
 
 @rows("form", [("float",), ("int4-128",), ("int8",), ("Q4_K",)], (), smoke=[("int4-128",)])
@@ -462,21 +407,8 @@ def test_noise_is_the_same_on_both_devices():
     assert torch.equal(*rows)
 
 
-@rows("vocab", [(1501,), (49152,)], (), smoke=[(49152,)])
-def test_gumbel_noise(vocab):
-    """But for the last bits of two logarithms, as the CPU's; the same beside any other sequences."""
-    keys = (torch.tensor([[7, 1], [2**32 - 1, 5], [0, 0]]), torch.tensor([3, 4, 2**31]))
-    first = torch.tensor([0, 9, 2**30 - 3])
-    rest = (torch.tensor([0, 1, 2]), torch.tensor([False, True, False]), first, 3, vocab, 0)
-    want = reference.gumbel(*keys, *rest)
-    on_device = [x.cuda() if isinstance(x, torch.Tensor) else x for x in (*keys, *rest)]
-    got = OURS.gumbel(*on_device)
-    torch.testing.assert_close(got.cpu(), want, atol=2e-6, rtol=2e-6)
-    alone = [x[2:] if isinstance(x, torch.Tensor) else x for x in on_device]
-    assert torch.equal(OURS.gumbel(*alone), got[2:])
-
-
 from kernels import (  # noqa: E402, F401
+    test_a_function_is_its_definition,
     test_a_layers_kernels_one_after_the_other,
     test_a_row_has_the_same_bits_beside_any_others,
     test_a_row_has_the_same_bits_beside_any_others_of_its_expert,
