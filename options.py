@@ -276,9 +276,9 @@ def require(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def log_note(text: str) -> None:
+def log_note(text: str, level: int = logging.WARNING) -> None:
     """Log a line that tells a person what was done. A command prints it."""
-    NOTES.warning(text, stacklevel=2)
+    NOTES.log(level, text, stacklevel=2)
 
 
 def one_line(message: Any, most: int = 1000) -> str:

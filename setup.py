@@ -1,8 +1,9 @@
-"""Build the wheel: the files of this tree below one name, `gpt_eagle`, for `pip install .`
+"""Build the wheel: the files of this tree below one name, `gpt_eagle.core`, for `pip install .`
 
 The modules of the tree have short names (`model`, `load`), which would be in the way of others
-among a Python's packages. So the build puts `gpt_eagle.` before the names of our modules wherever
-they are imported, and changes nothing else: the installed code is the tree's, line by line.
+among a Python's packages. So the build puts `gpt_eagle.core.` before the names of our modules
+wherever they are imported, and changes nothing else: the installed code is the tree's, line by
+line. Above it `gpt_eagle` has the functions of the library alone (run/front.py).
 What is installed runs as `gpt-eagle` (run/program.py). Not installed: tests, pages, the demo.
 """
 
@@ -17,7 +18,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-NAME = "gpt_eagle"
+PACKAGE = "gpt_eagle"
+NAME = f"{PACKAGE}.core"
 MODULES = {file.stem for file in ROOT.glob("*.py")} - {"setup"}
 FOLDERS = {"backends", "drafts", "files", "models", "run", "scripts", "server"}
 OURS = MODULES | FOLDERS
@@ -36,7 +38,7 @@ ROOT_LINE = "sys.path.insert(0"  # by which a program of scripts/ finds the tree
 
 
 def below_one_name(source: str) -> str:
-    """Return a module's source with our modules imported from `gpt_eagle`.
+    """Return a module's source with our modules imported from `gpt_eagle.core`.
 
     Raises: ValueError for one statement that imports several modules.
     """
@@ -63,7 +65,7 @@ def _import_below(line: str, name: str) -> str:
 
 
 def packages() -> list[str]:
-    """Return the folders that hold modules, as names below `gpt_eagle`."""
+    """Return the folders that hold modules, as names below `gpt_eagle.core`."""
     files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
     folders = {file.parent.relative_to(ROOT) for file in files}
     return [NAME, *sorted(".".join((NAME, *folder.parts)) for folder in folders)]
@@ -74,11 +76,14 @@ class BuildBelowOneName(build_py):
 
     def run(self) -> None:
         """Write the package into the build folder, which may hold an older tree."""
-        folder = Path(self.build_lib, NAME)
-        shutil.rmtree(folder, ignore_errors=True)
+        package = Path(self.build_lib, PACKAGE)
+        shutil.rmtree(package, ignore_errors=True)
         super().run()
+        folder = package / "core"
+        shutil.copy(folder / "run" / "front.py", package / "__init__.py")
+        (package / "py.typed").touch()
         (folder / "setup.py").unlink(missing_ok=True)  # pip's way to build copies it, too
-        for file in folder.rglob("*.py"):
+        for file in package.rglob("*.py"):
             source = below_one_name(file.read_text(encoding="utf-8"))
             file.write_text(source, encoding="utf-8")
 

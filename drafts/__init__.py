@@ -10,6 +10,7 @@ ADDS = {
     "extension": {
         "grammar": "drafts.grammar",
         "guided cycle": "drafts.guided_draft:GuidedCycle",
+        "logprobs": "drafts.logprobs:Logprobs",
         "shaping": "drafts.shaping:Shaping",
         "shaped cycle": "drafts.shaping:ShapedCycle",
         "residual": "drafts.residual",

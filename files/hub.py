@@ -10,6 +10,7 @@ Not here: the repositories that hold a head for a model (files/known_heads.py).
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from functools import cache
@@ -71,7 +72,10 @@ def hub_model(name: str, is_head: bool) -> HubModel:
         if not is_head and "config.json" in files:
             check_architecture(fetch(repo, ["config.json"]))
         size_gb = sum(listing.files[file] or 0 for file in files) / 1e9
-        log_note(f"fetching {repo} into the hub's cache: {len(files)} file(s), {size_gb:.2f} GB")
+        log_note(
+            f"fetching {repo} into the hub's cache: {len(files)} file(s), {size_gb:.2f} GB",
+            logging.INFO,
+        )
         folder = fetch(repo, files)
     is_file = files[0].lower().endswith(".gguf")
     return HubModel(folder / files[0] if is_file else folder, (repo, *listing.names))

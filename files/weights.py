@@ -12,6 +12,7 @@ writing files (checkpoint.py).
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import platform
 import re
@@ -413,7 +414,7 @@ def load_model(
     model.ropes = RotaryEmbeddings(config.ropes, device)
     for note in (files.note, block_note(files, storage)):
         if note:
-            log_note(note)
+            log_note(note, logging.INFO)
     use_backend(model, choose(model.norm.weight.device, dtype))
     return model.eval()
 

@@ -31,7 +31,8 @@ ADDS = {
     },
     "library": {
         "load": "run.load:load",
-        "generate": "run.generate:generate",
-        "stream": "run.generate:stream",
+        "generate": "run.library:generate",
+        "stream": "run.library:stream",
+        "astream": "run.library:astream",
     },
 }

@@ -26,7 +26,7 @@ from sampling import SamplingMode, SamplingTensors
 SHAPED = len(SamplingMode)  # the mode of further cuts, of biases and of penalties
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Engine(decode.Engine):
     """Everything that the program needs, loaded once."""
 
@@ -39,6 +39,10 @@ class Engine(decode.Engine):
     template: Any = None  # files.chat.ChatTemplate, with --chat
     load_s: float = 0.0
     compile_s: float = 0.0
+
+    def __repr__(self) -> str:
+        draft = self.option("head") or self.option("draft")
+        return f"Engine({self.config.checkpoint}, {self.device}, draft {draft})"
 
     @property
     def batch_size(self) -> int:

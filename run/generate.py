@@ -2,15 +2,9 @@
 
     python generate.py --prompt "Why is the sky blue?"
 
-From Python:
-    engine = load(checkpoint="checkpoints/demo")
-    result = generate(engine, ["def f():"])  # .text, .tokens, .finish_reason, .stats
-    for piece in stream(engine, "def f():"): print(piece, end="")
-
-`load` reads the target, the drafter and the tokenizer, and warms the steps. `generate` decodes any
-number of prompts, `batch_size` sequences at a time. `stream` yields text as it is decided.
-The cycle is in decode.py, its loop in run/session.py, requests are in run/scheduler.py, the options
-in run/options.py.
+`Batch` decodes any number of prompts, `batch_size` sequences at a time, and gives their `Answers`;
+`Screen` prints them. The library for Python is in run/library.py, the cycle in decode.py, its loop
+in run/session.py; requests are in run/scheduler.py, the options in run/options.py.
 """
 
 from __future__ import annotations
@@ -40,25 +34,56 @@ from run.prompts import (
     PromptRow,
     as_conversation,
     check_ids,
-    for_one_answer,
-    with_options,
 )
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
 from run.stats import Stats, environment, share_of_equal, stats_line, summary
 
 
-@dataclass
-class Result:
-    """The decoded turns, in the order of prompts, samples and turns; `stats` of the whole run."""
+@dataclass(frozen=True)
+class Answer:
+    """A decoded turn."""
 
-    index: list[tuple[int, int, int]]  # (prompt, sample, turn)
-    tokens: list[list[int]]  # new tokens only, the one that ended them included
-    text: list[str]
-    finish_reason: list[str]  # "stop", "length", "context", or "grammar", which allowed nothing
-    prompt_tokens: list[int]
-    stats: dict[str, Any]
-    trace: list[dict]
+    text: str
+    tokens: list[int]  # new tokens only, the one that ended them included
+    finish_reason: str  # "stop", "length", "context", or "grammar", which allowed nothing
+    prompt_tokens: int
+    index: tuple[int, int, int]  # (prompt, sample, turn)
+    stats: dict[str, Any]  # of the call, up to the end of this answer
+    # of each token, by `drafts.logprobs`, where they were asked for
+    logprobs: list[Any] | None = None
+
+
+class Answers(list[Answer]):
+    """The decoded turns, in the order of prompts, samples and turns; a field of all is a list.
+
+    stats: of the whole call; trace: a line of each cycle and sequence
+    """
+
+    def __init__(self, answers: list[Answer], stats: dict[str, Any], trace: list[dict]):
+        super().__init__(answers)
+        self.stats = stats
+        self.trace = trace
+
+    @property
+    def text(self) -> list[str]:
+        return [answer.text for answer in self]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [answer.tokens for answer in self]
+
+    @property
+    def finish_reason(self) -> list[str]:
+        return [answer.finish_reason for answer in self]
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return [answer.prompt_tokens for answer in self]
+
+    @property
+    def index(self) -> list[tuple[int, int, int]]:
+        return [answer.index for answer in self]
 
 
 # ----------------------------------------------------------------------------------------- generate
@@ -95,25 +120,6 @@ def first_ids(engine: Engine, conversation: Conversation) -> list[int]:
     return check_ids(ids, engine.target.config, engine.context)
 
 
-def with_messages(engine: Engine, prompts: list) -> list:
-    """Return prompts with the token ids of those that are messages, {"role": ..., "content": ...}.
-
-    A list of messages alone is one prompt.
-    Raises: ValueError without a chat template, and for messages that it has no place for.
-    """
-    if prompts and all(isinstance(prompt, dict) for prompt in prompts):
-        prompts = [prompts]
-    conversations = []
-    for prompt in prompts:
-        of_messages = isinstance(prompt, (list, tuple)) and len(prompt) > 0
-        if of_messages and all(isinstance(each, dict) for each in prompt):
-            fault = "messages need a chat template; load with chat=NAME, or give texts"
-            require(engine.template is not None, fault)
-            prompt = engine.template.encode_messages(engine.tokenizer, list(prompt))
-        conversations.append(prompt)
-    return conversations
-
-
 def nothing(_: list) -> None:
     """Do nothing. The default of callbacks."""
 
@@ -131,15 +137,22 @@ class Batch:
         draws: list = (),
         guides: list = (),
         draft_limit: float = inf,
+        likeliest: int | None = None,
     ):
         """Encode and check all first turns before decoding starts, so that no result is lost.
 
         draws: the `Sampling` and the seed of each prompt; default: the engine's
         guides: masks of each prompt's answers (`Request.guide`), None for the engine's
         draft_limit: drafted tokens of a cycle, of all requests
+        likeliest: tokens beside the log-probability of each token; None: no log-probabilities
         """
         self.engine = engine
         self.draft_limit = draft_limit
+        self.logprobs: Any = None
+        if likeliest is not None:
+            self.logprobs = load_part("extension", "logprobs")(engine.target)
+        self.likeliest = likeliest
+        self.scored: dict[Request, list] = {}  # log-probabilities of the tokens so far
         config = engine.config
         self.draws = draws or [(config.sampling, config.seed)] * len(prompts)
         self.guides = guides or [None] * len(prompts)
@@ -162,10 +175,22 @@ class Batch:
         on_pieces: Callable[[list[Piece]], None] = nothing,
         on_finished: Callable[[list[Request]], None] = nothing,
     ) -> None:
-        """Decode some of `streams`, in order. A finished conversation makes way for the next one.
+        """Decode some of `streams`, as `steps` does.
 
         on_pieces: called after every step
         on_finished: called with the turns of every finished conversation
+        """
+        for pieces in self.steps(streams, on_finished):
+            on_pieces(pieces)
+
+    def steps(
+        self,
+        streams: list[tuple[int, int]],
+        on_finished: Callable[[list[Request]], None] = nothing,
+    ) -> Iterator[list[Piece]]:
+        """Decode some of `streams`, in order. A finished conversation makes way for the next one.
+
+        Yields: what each step brings.
         Raises: ValueError where numbers are not finite.
         """
         turns: dict[tuple[int, int], list[Request]] = {stream: [] for stream in streams}
@@ -173,12 +198,20 @@ class Batch:
             self._turn((*stream, 0), self.prompt_ids[stream[0]], noise_id=stream)
             for stream in streams
         ]
-        with closing(Scheduler(self.engine)) as scheduler:
+        with closing(Scheduler(self.engine, self._watch)) as scheduler:
+            if self.logprobs is not None:
+                scheduler.session.observers += [self.logprobs]
             for pieces in scheduler.run(firsts):
                 self.reading = scheduler.session.prefill_progress()
                 self._take_trace(scheduler.session.trace, pieces)
-                on_pieces(pieces)
-                for turn in (piece.request for piece in pieces if piece.request.reason):
+                for piece in pieces if self.logprobs else ():
+                    scored = self.logprobs.take(piece.request.place)[: len(piece.tokens)]
+                    self.scored.setdefault(piece.request, []).extend(scored)
+                ended = [piece.request for piece in pieces if piece.request.reason]
+                if ended:
+                    self.stats.add(scheduler.take_stats())
+                yield pieces
+                for turn in ended:
                     require(turn.reason != "nan", turn.fault)
                     conversation = turns[turn.index[:2]]
                     conversation.append(turn)
@@ -187,8 +220,12 @@ class Batch:
                         scheduler.submit(following)
                     else:
                         on_finished(conversation)
-            self.stats.add(scheduler.take_stats())
         self.entries += [turn for stream in sorted(turns) for turn in turns[stream]]
+
+    def _watch(self, request: Request) -> None:
+        """Ask for the log-probabilities of a request that has its place."""
+        if self.logprobs is not None:
+            self.logprobs.want(request.place, self.likeliest)
 
     def _turn(self, index: tuple[int, int, int], ids: list[int], **fields: Any) -> Request:
         sampling, seed = self.draws[index[0]]
@@ -222,18 +259,16 @@ class Batch:
             self.trace.append(line | {"row": prompt * self.engine.config.num_samples + sample})
         lines.clear()
 
-    def result(self) -> Result:
+    def answer(self, turn: Request, stats: dict[str, Any] | None = None) -> Answer:
+        """Return a turn that has ended. stats: default: those up to here"""
+        stats = stats or summary(self.engine, self.stats)
+        facts = (turn.text, turn.tokens, turn.reason, len(turn.prompt), turn.index, stats)
+        return Answer(*facts, self.scored.get(turn))
+
+    def result(self) -> Answers:
         """Return the turns decoded so far."""
-        turns = self.entries
-        return Result(
-            index=[turn.index for turn in turns],
-            tokens=[turn.tokens for turn in turns],
-            text=[turn.text for turn in turns],
-            finish_reason=[turn.reason for turn in turns],
-            prompt_tokens=[len(turn.prompt) for turn in turns],
-            stats=summary(self.engine, self.stats),
-            trace=self.trace,
-        )
+        stats = summary(self.engine, self.stats)
+        return Answers([self.answer(turn, stats) for turn in self.entries], stats, self.trace)
 
 
 def text_of(engine: Engine, ids: list[int]) -> str:
@@ -241,33 +276,7 @@ def text_of(engine: Engine, ids: list[int]) -> str:
     return engine.tokenizer.decode(ids, continuation=engine.template is None)
 
 
-def generate(
-    engine: Engine, prompts: list[str | Conversation], grammar: Any = None, **options: Any
-) -> Result:
-    """Decode prompts, `num_samples` times each, `batch_size` sequences at a time.
-
-    A finished sequence makes way for the next one.
-    prompts: texts, lists of turns, of messages or of token ids; or the messages of one prompt
-    grammar: a text in Lark or GBNF, or a JSON schema (a dict); a list gives each prompt its own
-    options: `max_new_tokens`, `num_samples`, `stop` (a text or several), `seed`, and the fields of
-        `options.Sampling`, where they differ from the engine's; of the last two, a list gives each
-        prompt its own. `draft`: drafted tokens of a cycle at most, 0 for none
-    Raises: ValueError for a prompt, a value or a grammar that cannot be used.
-    """
-    if isinstance(prompts, str):
-        raise ValueError("generate() takes a list of prompts; put a single text into one: [text]")
-    prompts = with_messages(engine, prompts)
-    draft_limit = engine.draft_limit(options.pop("draft", None))
-    config, draws = with_options(engine, options, len(prompts))
-    guides = []
-    if grammar is not None:
-        guides = load_part("extension", "grammar").compile_grammars(engine, grammar, len(prompts))
-    batch = Batch(replace(engine, config=config), prompts, draws, guides, draft_limit)
-    batch.decode_all(batch.streams)
-    return batch.result()
-
-
-def compare(drafted: Batch, on_finished: Callable = nothing) -> tuple[Result, dict[str, Any]]:
+def compare(drafted: Batch, on_finished: Callable = nothing) -> tuple[Answers, dict[str, Any]]:
     """Decode every group of a batch without and with drafting, in turn, in this process.
 
     on_finished: callback for the drafted conversations, see `Batch.decode_all`
@@ -290,32 +299,6 @@ def compare(drafted: Batch, on_finished: Callable = nothing) -> tuple[Result, di
     if engine.config.accept == "exact":
         identical = share_of_equal(expected, result)
     return result, {"speedup": speedup, "identical": identical, "vanilla_tokens_per_s": rate}
-
-
-def stream(engine: Engine, prompt: str | list, **options: Any) -> Iterator[str]:
-    """Decode one prompt, a text, messages or token ids. Yield its text as it is decided.
-
-    No piece ends within a character.
-    options: those of `generate`, but for `num_samples`
-    Raises: ValueError for a prompt that cannot be decoded, or a value out of its range.
-    """
-    prompt = with_messages(engine, [prompt])[0]
-    if not isinstance(prompt, str) and not all(isinstance(i, int) for i in prompt):
-        raise ValueError(
-            "stream() takes one text or one list of token ids; use generate() for turns"
-        )
-    if "num_samples" in options:
-        raise ValueError("stream() decodes one answer; use generate() for num_samples")
-    draft_limit = engine.draft_limit(options.pop("draft", None))
-    engine = for_one_answer(engine, options)
-    need_tokenizer(engine)
-    ids = first_ids(engine, [prompt] if isinstance(prompt, str) else prompt)
-    request = Request.of(engine, ids, draft_limit=draft_limit)
-    with closing(Scheduler(engine)) as scheduler:
-        for pieces in scheduler.run([request]):
-            for piece in pieces:
-                yield piece.text
-    require(not request.fault, request.fault)
 
 
 # --------------------------------------------------------------------------------------------- main
@@ -423,7 +406,7 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
         require(not turn.fault, f"prompt {turn.index[0] + 1}: {turn.fault}")  # nothing is lost
 
 
-def truncation_notes(engine: Engine, result: Result) -> str:
+def truncation_notes(engine: Engine, result: Answers) -> str:
     """Describe the answers that were cut; "" where all ended by themselves."""
     parts = []
     for reason, count in Counter(result.finish_reason).items():
@@ -434,12 +417,12 @@ def truncation_notes(engine: Engine, result: Result) -> str:
     return ", ".join(parts)
 
 
-def write_files(engine: Engine, result: Result, profiler: Any) -> None:
+def write_files(engine: Engine, result: Answers, profiler: Any) -> None:
     """Write the result, and behind it the profile and the trace, where there is a file for them."""
     config = engine.config
     if config.json:
-        document = asdict(result)
-        del document["trace"]
+        names = ("index", "tokens", "text", "finish_reason", "prompt_tokens", "stats")
+        document: dict[str, Any] = {name: getattr(result, name) for name in names}
         document["config"] = asdict(config) | engine.resolved  # the values behind the defaults
         document["environment"] = environment(engine.device.type)
         write_text(config.json, json.dumps(document))

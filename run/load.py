@@ -8,6 +8,7 @@ run/session.py), prompts and results (generate.py).
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scores need some, too
 ROUND_TO = 256  # tokens
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
+# prompts are given to generate(), and its answers have what the files have
+OF_COMMANDS = {"prompt", "prompt_file", "prompt_ids", "interactive", "compare", "json", "profile"}
 CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
 
 
@@ -96,7 +99,7 @@ def load(
         grammar = load_part("extension", "grammar")
         engine = replace(engine, guide=grammar.Grammar(engine, source))
     if asked.batch_size > 1:
-        log_note(sequence_memory(engine))
+        log_note(sequence_memory(engine), logging.INFO)
     return warm_up(build_cycles(engine))
 
 
@@ -107,6 +110,9 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
         config = None
     if isinstance(options.get("chat"), bool):
         options["chat"] = "" if options["chat"] else NO_TEMPLATE
+    of_commands = ", ".join(sorted(options.keys() & OF_COMMANDS))
+    fault = f"{of_commands}: an option of the command line, without effect in load(); leave it out"
+    require(not of_commands, fault)
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")
     return config or GenerateConfig(**by_names(GenerateConfig, options))
@@ -196,7 +202,10 @@ def skips_requantization(config: GenerateConfig, path: Path) -> bool:
         return False
     if not open_source(path).mostly_has(int(config.quant.removeprefix("int"))):
         return False
-    log_note(f"{path} has no more bits than --quant {config.quant}: it is not rounded again")
+    log_note(
+        f"{path} has no more bits than --quant {config.quant}: it is not rounded again",
+        logging.INFO,
+    )
     return True
 
 

@@ -37,7 +37,7 @@ from options import (
 from options import one_line_errors as mistakes_in_one_line
 from options import option as option
 
-VERSION = "0.1.0"  # as in pyproject.toml
+VERSION = "0.1.0"  # pyproject.toml reads it here
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
 # of requirements.txt
 PACKAGES = (
@@ -271,6 +271,7 @@ def show_notes() -> None:
     if not any(isinstance(handler, _PrintNotes) for handler in NOTES.handlers):
         NOTES.addHandler(_PrintNotes())
         NOTES.propagate = False
+        NOTES.setLevel(NOTES.level or logging.INFO)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from starlette.routing import Route
 from files.rank import of_ranks
 from options import log_note
 from run.engine import Engine, mode_for
-from run.generate import load
+from run.load import load
 from run.methods import told_draft
 from run.observer import Observer
 from run.options import Sampling

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -161,7 +162,7 @@ def _compile_and_link(
     # the sources that the key is made of, even if the files are edited meanwhile
     for name, text in sources.items():
         (made.parent / name).write_text(text)
-    log_note("building the CPU operators, once (20 s)")
+    log_note("building the CPU operators, once (20 s)", logging.INFO)
     if not _knows_tiles(command, made.parent):
         command = [*command, "-DNO_TILES"]
     commands, objects = [], []

@@ -33,7 +33,7 @@ from files.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
 from run.engine import Engine
-from run.generate import generate
+from run.library import generate
 from run.load import load
 from run.options import ROOT
 from scripts.bench.cases import FidelityOptions, shown_path

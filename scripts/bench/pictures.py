@@ -30,8 +30,8 @@ from drafts.by_value import ByValue
 from files.io import write_text
 from options import require
 from run.engine import Engine
-from run.generate import load, stream
-from run.load import without_draft
+from run.library import stream
+from run.load import load, without_draft
 from scripts.bench.cases import BarsOptions, RaceOptions, is_peer
 from scripts.bench.common import Log, environment, grouped, in_turn, markdown
 

@@ -33,7 +33,8 @@ from tqdm import tqdm
 from files.fetch import with_files
 from options import require
 from run.engine import Engine
-from run.generate import encode, load
+from run.generate import encode
+from run.load import load
 from run.methods import head_kinds
 from run.options import GenerateConfig, pick_device
 from run.stats import Stats, peak_memory_bytes

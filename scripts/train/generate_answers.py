@@ -26,7 +26,8 @@ from files.chat import PROBE
 from files.checkpoint import saved_quantization
 from files.config import read_raw
 from files.io import is_gguf
-from run.generate import load, text_of
+from run.generate import text_of
+from run.load import load
 from run.options import ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
 from scripts.bench.common import Log, repeated

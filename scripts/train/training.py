@@ -36,7 +36,7 @@ from files.texts import read_text_files
 from files.weights import load_model
 from model import DTYPES, ModelConfig, Transformer
 from run.engine import Engine
-from run.generate import generate
+from run.library import generate
 from run.options import GenerateConfig, pick_device
 from run.parsing import one_line_errors
 from scripts.train import data

@@ -12,7 +12,7 @@ import sampling
 from drafts.shaping import ShapedRule, Shaping
 from helpers import InTurn
 from kv_cache import KVCache, causal_window
-from run.generate import load
+from run.load import load
 from run.options import DEMO, Sampling
 
 DRAFTS = {

@@ -23,7 +23,8 @@ from drafters import DrafterUpdate, DraftInputs, TreeDrafter
 from drafts.block_draft import BlockDrafter, SparkDrafter, kind_of, load_head
 from helpers import GOLDEN, InTurn, golden_target
 from run.engine import Engine
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from tiny_models import Kind
 from tiny_models import write as write_gguf
 

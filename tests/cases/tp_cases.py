@@ -28,7 +28,8 @@ import torch.distributed as dist
 import decode
 import drafts.ngram_draft  # noqa: F401  (before the ranks are forked)
 from run import ranks
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import GenerateConfig
 
 

@@ -25,7 +25,8 @@ from helpers import (
     refused,
 )
 from run.engine import Engine
-from run.generate import load, main
+from run.generate import main
+from run.load import load
 from run.options import DEMO
 from run.session import Session
 from run.stats import sequence_memory

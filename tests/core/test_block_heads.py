@@ -54,7 +54,7 @@ from helpers import (
     slow,
     token_paths,
 )
-from run.generate import load
+from run.load import load
 from run.options import GenerateConfig
 from scripts.train.losses import block_losses, pick_anchors
 from scripts.train.train_block import BlockTrainConfig, draft_blocks, make_head, tapped_layers

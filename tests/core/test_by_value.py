@@ -29,9 +29,11 @@ from helpers import (
     noisy_copy,
     pairwise,
 )
-from run.generate import generate, load, summary
+from run.library import generate
+from run.load import load
 from run.options import DEMO
 from run.session import Session
+from run.stats import summary
 from run.warm_up import CycleTimes, time_cycle
 
 LARGEST = DynamicTree(depth=4, topk=5, size=20)

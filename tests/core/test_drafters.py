@@ -38,7 +38,8 @@ from helpers import (
     with_children,
 )
 from model import Transformer
-from run.generate import Batch, load
+from run.generate import Batch
+from run.load import load
 from run.options import DEMO
 from run.session import Session
 

@@ -21,7 +21,9 @@ import runtime
 from backends.library import has_cpu_operators
 from helpers import GOLDEN, refused, slow
 from run import warm_up
-from run.generate import encode, generate, load, main, stream
+from run.generate import encode, main
+from run.library import generate, stream
+from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
 from run.prompts import read_prompts

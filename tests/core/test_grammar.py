@@ -27,7 +27,8 @@ from helpers import (  # noqa: E402
     slow,
     write_random_llama,
 )
-from run.generate import generate, load, stream  # noqa: E402
+from run.library import generate, stream  # noqa: E402
+from run.load import load  # noqa: E402
 from run.options import DEMO  # noqa: E402
 from run.session import Session  # noqa: E402
 

@@ -20,7 +20,7 @@ from helpers import (
     golden_target,
 )
 from reference import TORCH
-from run.generate import load
+from run.load import load
 from run.observer import Observer
 from run.options import DEMO
 from run.session import Session

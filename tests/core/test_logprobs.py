@@ -9,7 +9,7 @@ from test_lossless import make
 from drafts.logprobs import Logprob, Logprobs
 from helpers import OPERATORS, engine_for, fresh, golden_target
 from run.engine import Engine
-from run.generate import load
+from run.load import load
 from run.options import DEMO, Sampling
 from run.session import Session
 

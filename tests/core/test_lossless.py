@@ -57,8 +57,9 @@ from helpers import (
 from reference import build_tree
 from run import methods
 from run.engine import Engine
-from run.generate import generate, load
 from run.heads import draft_lm_head
+from run.library import generate
+from run.load import load
 from run.options import DEMO, Sampling
 from run.session import Session
 from runtime import compiled, tensors_of

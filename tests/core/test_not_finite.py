@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from helpers import decode, fresh
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import Sampling
 from server.batcher import Batcher, Job, Refusal
 

@@ -22,7 +22,7 @@ def run(code: str) -> list[str]:
 @OPERATORS
 def test_a_python_caller_sees_notes_silences_them_and_takes_them_into_a_log():
     assert run("""
-from run.generate import load
+from run.load import load
 options = {"checkpoint": "checkpoints/demo", "draft": "none", "device": "cpu", "dtype": "float16"}
 load(**options)
 logging.getLogger("gpt_eagle").setLevel(logging.ERROR)

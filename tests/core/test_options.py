@@ -23,7 +23,9 @@ from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 
 from draft_tree import parse_tree
 from run import parsing
-from run.generate import generate, load, main
+from run.generate import main
+from run.library import generate
+from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse, processors
 from server.options import ServeConfig

@@ -25,7 +25,9 @@ import demo_drafts  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
 from drafts.grammar import STYLE, Grammar, _vocabulary  # noqa: E402
 from helpers import Scripted, compiled_as_on_cuda, fresh, slow, trimmed_head  # noqa: E402
-from run.generate import Result, generate, load  # noqa: E402
+from run.generate import Result  # noqa: E402
+from run.library import generate  # noqa: E402
+from run.load import load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from run.session import Session  # noqa: E402
 

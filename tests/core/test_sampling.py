@@ -34,7 +34,7 @@ from helpers import (
     with_children,
 )
 from reference import TORCH, accept, best, build_tree, cumsum_in_blocks, root_tree
-from run.generate import generate
+from run.library import generate
 from run.options import Sampling
 from run.session import Session
 from runtime import replace_fields

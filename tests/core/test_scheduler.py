@@ -10,7 +10,8 @@ import demo_drafts
 from drafts.grammar import Grammar
 from helpers import record
 from run.engine import Engine
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO
 from run.scheduler import Request, Scheduler
 from run.session import Session

@@ -10,7 +10,9 @@ import pytest
 from drafts.by_value import ByValue
 from files.io import is_gguf
 from helpers import slow
-from run.generate import Batch, compare, generate, load
+from run.generate import Batch, compare
+from run.library import generate
+from run.load import load
 from run.options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2

@@ -34,7 +34,7 @@ from helpers import (
     token_paths,
 )
 from run import generate
-from run.generate import load
+from run.load import load
 from run.options import DEMO, GenerateConfig
 from scripts import build_datastore
 from scripts.bench.contestants import with_config

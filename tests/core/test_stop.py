@@ -9,7 +9,8 @@ import pytest
 from test_generate import ON_DEMO, as_json, run
 
 from files.tokenizer import StopMatcher
-from run.generate import generate, load, stream
+from run.library import generate, stream
+from run.load import load
 from run.options import DEMO
 from run.session import Session
 

@@ -34,7 +34,7 @@ from helpers import (
     slow,
     token_paths,
 )
-from run.generate import load
+from run.load import load
 from run.options import GenerateConfig, Sampling
 from run.tree_paths import MEDUSA_PATHS
 from sampling import SamplingTensors

@@ -19,7 +19,7 @@ from eagle_draft import EagleDrafter
 from helpers import Operators, decode, engine_for, slow
 from model import Transformer
 from run.engine import Engine
-from run.generate import generate
+from run.library import generate
 from run.options import Sampling
 from run.session import Session
 

@@ -16,7 +16,8 @@ from backends.library import has_cpu_operators, single_torch_thread
 from drafts.residual import residual_accept
 from reference import choose
 from run.engine import Engine
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import GenerateConfig
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"

@@ -37,7 +37,8 @@ from kv_cache import KVCache
 from model import ModelConfig, RotaryEmbeddings, Transformer
 from reference import choose, use_backend
 from run.engine import Engine
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO, GenerateConfig
 from run.session import Session
 from run.warm_up import warm_up

@@ -20,7 +20,8 @@ from torch._dynamo.utils import counters
 
 import sampling
 from helpers import GOLDEN, slow
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO, ROOT
 
 FILE = ROOT / "examples" / "eagle_one_file.py"

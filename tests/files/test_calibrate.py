@@ -28,7 +28,7 @@ from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN
 from quantize import Int4, Linear, Quantization
-from run.generate import load
+from run.load import load
 from run.options import DEMO, ROOT
 
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32, no tokenizer

@@ -13,7 +13,8 @@ from families import random_gemma4 as random_model
 from families import randomized_gemma4 as randomized
 from heads import assert_vanillas_tokens
 from helpers import slow
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO
 from tiny_models import IDS, refused, saved
 

@@ -17,7 +17,9 @@ from families import GEMMA4
 from files.config import read_config
 from files.tokenizer import Tokenizer
 from helpers import slow
-from run.generate import Batch, compare, generate, load
+from run.generate import Batch, compare
+from run.library import generate
+from run.load import load
 from tiny_models import write
 
 SENTENCES = [

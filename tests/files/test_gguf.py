@@ -29,7 +29,8 @@ from gguf_models import gguf_tensors, hf_model, metadata_of, permuted, write_mod
 from helpers import OPERATORS
 from model import weight_names
 from run import quantize as run_quantize
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import GenerateConfig
 from run.resolved import resolve_draft
 from tiny_models import Kind, assert_same_logits, gguf_name, read_by_transformers, refused, write

@@ -38,7 +38,7 @@ from kv_cache import KVCache, causal_window
 from model import weight_names
 from quantize import BLOCKS, Linear, Quantization
 from reference import choose, use_backend
-from run.generate import load
+from run.load import load
 from run.options import GenerateConfig
 from tiny_models import Kind, refused, write
 

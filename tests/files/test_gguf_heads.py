@@ -29,7 +29,8 @@ from heads import Head, write
 from helpers import BLOCK_KINDS, OPERATORS, gguf_blocks
 from kv_cache import KVCache, causal_window
 from quantize import BLOCKS, Quantization
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO, GenerateConfig
 from run.resolved import resolve_draft
 from scripts import export_head, train_head

@@ -25,7 +25,8 @@ from files.io import bundled_head, is_gguf, is_model_name
 from files.known_heads import plain_name, published_heads
 from files.ollama import ollama_model
 from run import quantize as run_quantize
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO, GenerateConfig
 from run.start import read_command, with_text
 from scripts.bench.cases import SpeedOptions

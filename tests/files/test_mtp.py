@@ -29,7 +29,8 @@ from files.texts import TextFiles
 from heads import assert_vanillas_tokens
 from helpers import in_turn, slow
 from kv_cache import KVCache, causal_window
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO
 from run.session import Session
 from tiny_models import IDS, gguf_name, gguf_tensors, of_experts, refused, write

@@ -16,7 +16,7 @@ from files.config import open_source
 from files.weights import load_model
 from helpers import OPERATORS
 from quantize import BLOCKS, Quantization
-from run.generate import load
+from run.load import load
 from tiny_models import IDS, Kind, assert_same_logits, by_passes, refused, saved
 
 IN_BLOCKS = Quantization(BLOCKS, saved=True)

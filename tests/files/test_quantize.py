@@ -33,7 +33,9 @@ from helpers import GOLDEN, OPERATORS, layer_of, refused, rounded
 from options import FORMAT_NAMES
 from quantize import FORMATS, GROUPS, Int8, Linear, Quantization, fit_group
 from run import quantize as run_quantize
-from run.generate import generate, load, main
+from run.generate import main
+from run.library import generate
+from run.load import load
 from run.heads import rows_of
 from run.options import DEMO, GROUP_SIZES, ROOT
 

@@ -15,7 +15,9 @@ pytest.importorskip("starlette")
 
 from files.tokenizer import StreamDecoder  # noqa: E402
 from helpers import OPERATORS, fresh, slow  # noqa: E402
-from run.generate import Engine, generate, load  # noqa: E402
+from run.engine import Engine  # noqa: E402
+from run.library import generate  # noqa: E402
+from run.load import load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from run.scheduler import Request  # noqa: E402
 from server.batcher import Batcher, Delta, Job  # noqa: E402

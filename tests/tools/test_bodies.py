@@ -23,7 +23,8 @@ from tokenizers import Tokenizer as Backend  # noqa: E402
 from tokenizers import models  # noqa: E402
 
 from drafts.grammar import Grammar  # noqa: E402
-from run.generate import encode, load  # noqa: E402
+from run.generate import encode  # noqa: E402
+from run.load import load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from served import CHAT, COMPLETION, RESPONSE, Running, demo_with, of_schema, rows  # noqa: E402
 from server.batcher import Refusal  # noqa: E402

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from files.tokenizer import Tokenizer
-from run.generate import generate
+from run.library import generate
 from run.options import DEMO
 from run.scheduler import Piece
 from scripts.train import data, prompts

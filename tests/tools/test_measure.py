@@ -20,7 +20,8 @@ from files.tokenizer import Tokenizer
 from files.weights import load_model
 from helpers import GOLDEN, OPERATORS, golden_case, refused
 from quantize import Quantization
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
 from run.stats import Stats

@@ -15,10 +15,10 @@ from run.options import DEMO, ROOT
 from run.program import PROGRAMS, program_of
 
 IMPORTS = {  # a line of the checkout, of the package
-    "import sampling": "from gpt_eagle import sampling",
-    "import model as m  # ours": "from gpt_eagle import model as m  # ours",
-    "from files.io import read_json": "from gpt_eagle.files.io import read_json",
-    "import backends.triton.tree": "import gpt_eagle.backends.triton.tree; from gpt_eagle import backends",
+    "import sampling": "from gpt_eagle.core import sampling",
+    "import model as m  # ours": "from gpt_eagle.core import model as m  # ours",
+    "from files.io import read_json": "from gpt_eagle.core.files.io import read_json",
+    "import backends.triton.tree": "import gpt_eagle.core.backends.triton.tree; from gpt_eagle.core import backends",
     "import modeling": "import modeling",
     "from torch.ops import load": "from torch.ops import load",
     'text = """\nimport model\n"""': 'text = """\nimport model\n"""',
@@ -68,7 +68,7 @@ def run(folder, *command):
 
 
 def test_every_program_is_there_and_none_imports_a_short_name(installed):
-    package = installed / "gpt_eagle"
+    package = installed / "gpt_eagle" / "core"
     for module, *_ in PROGRAMS.values():
         assert package.joinpath(*module.split(".")).with_suffix(".py").is_file()
     files = [*package.rglob("*.py")]
@@ -83,12 +83,37 @@ def test_every_program_is_there_and_none_imports_a_short_name(installed):
 
 def test_an_installed_command_decodes_beside_another_programs_modules(installed):
     """It finds the optional folders; a mistake is one line."""
-    program = ["-m", "gpt_eagle.run.program"]
+    program = ["-m", "gpt_eagle.core.run.program"]
     flags = ["--prompt", "def f(", "--checkpoint", DEMO, "--max_new_tokens", "8", "--context", "64"]
     done = run(installed, *program, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout == run(ROOT, "generate.py", *flags).stdout != ""
-    code = "from gpt_eagle.run.methods import has_drafts; print(has_drafts())"
+    code = "from gpt_eagle.core.run.methods import has_drafts; print(has_drafts())"
     assert run(installed, "-c", code).stdout == "True\n"
     done = run(installed, *program, "serve", "--checkpoint", "nowhere")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+FRONT = f"""
+import sys
+import gpt_eagle
+assert "torch" not in sys.modules and gpt_eagle.__version__
+engine = gpt_eagle.load({DEMO!r}, device="cpu")
+import gpt_eagle.core.generate
+answer = gpt_eagle.generate(engine, "def f(", max_new_tokens=8)
+assert len(answer.tokens) == 8 and answer.finish_reason == "length"
+pieces = list(gpt_eagle.stream(engine, "def f(", max_new_tokens=8))
+assert "".join(pieces) == answer.text and pieces[-1].answer.tokens == answer.tokens
+try:
+    gpt_eagle.Engine
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_the_package_has_the_library_alone(installed):
+    """Typed, without PyTorch before it is needed, and no module hides a function."""
+    done = run(installed, "-c", FRONT)
+    said = "gpt_eagle has no Engine; it has astream, generate, load, stream\n"
+    assert done.stdout == said, done.stderr
+    assert (installed / "gpt_eagle" / "py.typed").is_file()

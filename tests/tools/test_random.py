@@ -5,7 +5,9 @@ import json
 import pytest
 
 from drafts.random_model import PERIOD, right_ranks
-from run.generate import generate, load, main
+from run.generate import main
+from run.library import generate
+from run.load import load
 
 TINY = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

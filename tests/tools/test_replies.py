@@ -39,7 +39,8 @@ from files.thinking import (  # noqa: E402
     without_opening,
 )
 from files.tokenizer import Tokenizer  # noqa: E402
-from run.generate import generate, load  # noqa: E402
+from run.library import generate  # noqa: E402
+from run.load import load  # noqa: E402
 from run.options import Sampling  # noqa: E402
 from served import (  # noqa: E402
     ASKED,

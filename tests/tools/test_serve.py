@@ -34,7 +34,9 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from drafts.grammar import Grammar  # noqa: E402
 from helpers import fresh, slow  # noqa: E402
-from run.generate import encode, generate, load  # noqa: E402
+from run.generate import encode  # noqa: E402
+from run.library import generate  # noqa: E402
+from run.load import load  # noqa: E402
 from run.options import DEMO, ROOT, Sampling  # noqa: E402
 from run.parsing import parse, parse_given  # noqa: E402
 from sampling import SamplingMode  # noqa: E402

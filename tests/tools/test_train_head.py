@@ -12,7 +12,8 @@ import torch
 from files.rounding import quantize_directory
 from helpers import refused, write_random_llama
 from quantize import Quantization
-from run.generate import generate, load
+from run.library import generate
+from run.load import load
 from run.options import DEMO
 from scripts import train_head
 from scripts.bench import common

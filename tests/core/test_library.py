@@ -1,0 +1,118 @@
+"""The library for Python: forms of prompts, answers as objects, streams, and what is refused."""
+
+import asyncio
+import logging
+
+import pytest
+
+from options import NOTES
+from run.library import astream, generate, stream
+from run.load import load
+from run.options import DEMO
+
+PROMPT = "def read_lines(path):"
+OTHER = "import os"
+OPTIONS = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return load(DEMO, device="cpu", batch_size=2)
+
+
+def ids_of(engine, text):
+    return engine.tokenizer.encode(text, bos=True, special=True)
+
+
+@pytest.mark.parametrize("form", ["text", "ids"])
+def test_one_prompt_has_an_answer_and_a_list_has_a_list(engine, form):
+    prompt = PROMPT if form == "text" else ids_of(engine, PROMPT)
+    answer = generate(engine, prompt, **OPTIONS)
+    several = generate(engine, [prompt, OTHER], **OPTIONS)
+    assert several[0].tokens == answer.tokens and several.text[0] == answer.text
+    assert (answer.finish_reason, answer.prompt_tokens) == ("length", len(ids_of(engine, PROMPT)))
+    assert [each.index for each in several] == [(0, 0, 0), (1, 0, 0)]
+    assert answer.stats["tokens"] == 24 and answer.logprobs is None
+    samples = generate(engine, prompt, num_samples=2, **OPTIONS)
+    assert len(samples) == 2 and samples[0].tokens == answer.tokens != samples[1].tokens
+
+
+@pytest.mark.parametrize("draft", ["none", 0, 2, None])
+def test_a_draft_of_a_call_changes_no_token(engine, draft):
+    answer = generate(engine, PROMPT, draft=draft, **OPTIONS)
+    assert answer.tokens == generate(engine, PROMPT, **OPTIONS).tokens
+    assert (answer.stats["tau"] == 1) == (draft in ("none", 0))
+
+
+def test_log_probabilities_of_an_answer(engine):
+    """One of each token; greedily it is the likeliest one's."""
+    for draft in ("none", None):
+        answer = generate(engine, PROMPT, max_new_tokens=20, logprobs=2, draft=draft)
+        assert len(answer.logprobs) == 20
+        for token, scored in zip(answer.tokens, answer.logprobs):
+            assert scored.top[0] == (token, scored.own) and len(scored.top) == 2
+    stopped = generate(engine, PROMPT, max_new_tokens=20, logprobs=0, stop="file")
+    assert len(stopped.logprobs) == len(stopped.tokens) < 20
+
+
+def test_streams_are_the_answers_in_pieces(engine):
+    """Of several prompts together; the last piece of each has its answer."""
+    want = generate(engine, [PROMPT, OTHER, "x = 1"], **OPTIONS)
+    pieces = list(stream(engine, [PROMPT, OTHER, "x = 1"], logprobs=0, **OPTIONS))
+    for number, answer in enumerate(want):
+        own = [piece for piece in pieces if piece.index[0] == number]
+        assert "".join(own) == answer.text
+        assert sum((piece.tokens for piece in own), []) == answer.tokens
+        assert [piece.answer is None for piece in own] == [True] * (len(own) - 1) + [False]
+        assert own[-1].answer.tokens == answer.tokens and len(own[-1].answer.logprobs) == 24
+
+
+def test_an_event_loop_goes_on_and_may_leave_early(engine):
+    async def run():
+        other = []
+
+        async def beside():
+            while True:
+                other.append(None)
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(beside())
+        seen = []
+        pieces = astream(engine, PROMPT, **OPTIONS)
+        async for piece in pieces:
+            seen.append((piece, len(other)))
+            if len(seen) == 3:
+                break
+        await pieces.aclose()
+        task.cancel()
+        return seen
+
+    seen = asyncio.run(run())
+    assert seen[0][1] < seen[1][1] < seen[2][1]
+    whole = generate(engine, PROMPT, **OPTIONS).text
+    assert whole.startswith("".join(piece for piece, _ in seen))
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        (lambda engine: load(DEMO, prompt="x", json="-"), "json, prompt: .*leave it out"),
+        (lambda engine: load(DEMO, max_tokens=3), "did you mean max_new_tokens"),
+        (lambda engine: generate(engine, PROMPT, draft="eagle"), "draft must be"),
+        (lambda engine: generate(engine, PROMPT, logprobs=True), "logprobs must be"),
+        (lambda engine: generate(engine, PROMPT, kv="int8"), "cannot change after load"),
+        (lambda engine: stream(engine, [[]]), "the prompt is empty"),
+        (lambda engine: stream(engine, [3.5]), "a prompt is a text"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_call(engine, call, fault):
+    with pytest.raises(ValueError, match=fault):
+        call(engine)
+
+
+def test_an_engine_shows_one_line_and_what_is_normal_is_no_warning(caplog, monkeypatch):
+    monkeypatch.setattr(NOTES, "propagate", True)  # which a command of this process has changed
+    with caplog.at_level(logging.INFO, logger="gpt_eagle"):
+        engine = load(DEMO, device="cpu", batch_size=2)
+    assert repr(engine) == f"Engine({DEMO}, cpu, draft {DEMO}-eagle)"
+    assert [record.levelname for record in caplog.records if "memory" in record.message] == ["INFO"]
