@@ -38,6 +38,7 @@ from options import one_line_errors as mistakes_in_one_line
 from options import option as option
 
 VERSION = "0.1.0"  # pyproject.toml reads it here
+OF_GPT_FAST = {"--speculate_k": "--tree chain:K", "--mode": "--quant"}
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
 # of requirements.txt
 PACKAGES = (
@@ -130,6 +131,8 @@ class _Parser(Parser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             hint = did_you_mean(flag, self._option_string_actions)
+            if flag in OF_GPT_FAST:
+                hint = f"; here it is {OF_GPT_FAST[flag]}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known
 
