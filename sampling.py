@@ -46,11 +46,6 @@ def on_host(x: Tensor) -> bool:
     return not (x.is_cuda or torch.compiler.is_compiling())
 
 
-def may_be(*conditions: Tensor) -> bool:
-    """Return whether any of some conditions may hold for any sequence."""
-    return not on_host(conditions[0]) or any(bool(each.any()) for each in conditions)
-
-
 class SamplingMode(IntEnum):
     """How tokens are chosen. A higher mode also serves sequences of a lower one."""
 

@@ -28,10 +28,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draft_tree import DecodedTokens, DraftTree
-from sampling import may_be, on_host
+from sampling import on_host
 
 MOST_REPEATED = 32  # tokens; by the usual base such a repeat costs 2 * 10**7
 MOST_PENALTY = 1e9  # below fp32's range, so that a token that alone may follow still does
+
+
+def may_be(*conditions: Tensor) -> bool:
+    """Return whether any of some conditions may hold for any sequence."""
+    return not on_host(conditions[0]) or any(bool(each.any()) for each in conditions)
 
 
 def rescore(

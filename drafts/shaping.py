@@ -25,7 +25,7 @@ import sampling
 from decode import DecodeState
 from draft_tree import DecodedTokens, DraftTree
 from drafts.noise import XTC, uniforms
-from drafts.penalties import rescore
+from drafts.penalties import may_be, rescore
 from files.tokenizer import Tokenizer
 from options import require
 from reference import TORCH, Backend
@@ -33,7 +33,7 @@ from run.clock import TimedCycle
 from run.engine import SHAPED
 from run.options import MOST_BAD_WORDS, MOST_BIASES, Sampling, parse_biases, parse_ids
 from runtime import replace_fields
-from sampling import SamplingTensors, may_be
+from sampling import SamplingTensors
 
 LONGEST_WORD = 16  # tokens of one of `bad_words`
 ALL = 2**31  # tokens

@@ -10,6 +10,7 @@ in run/session.py; requests are in run/scheduler.py, the options in run/options.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 from collections import Counter, deque
@@ -387,6 +388,8 @@ def has_turns(conversation: Conversation) -> bool:
 def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     """Decode all conversations, print each when it is finished, and write the files."""
     config = engine.config
+    if config.prompt is None and not (config.prompt_file or config.prompt_ids):
+        log_note(f"the prompt is {prompts[0][0]!r}; --prompt gives another", logging.INFO)
     batch = Batch(engine, prompts)
     screen = Screen(batch, prompts)
     profile = torch.profiler.profile() if config.profile else nullcontext()

@@ -28,10 +28,10 @@ from files.rank import of_ranks, this_rank
 from files.texts import NO_TEMPLATE, read_text_files, template_name
 from files.weights import int4_group, keeps_blocks, load_model
 from model import DTYPES, Transformer
-from options import load_module, load_part, log_note, part_or, require
+from options import load_part, log_note, part_or, require
 from quantize import BLOCKS, Quantization
 from run.engine import Engine, cache_dtype
-from run.methods import MTP, has_drafts, spec_of
+from run.methods import MTP, has_drafts, loader_of, spec_of
 from run.observer import DraftMethod
 from run.options import GenerateConfig, pick_device
 from run.parsing import by_names
@@ -347,8 +347,8 @@ def load_method(target: Transformer, config: GenerateConfig, tokenizer: Any) -> 
     fault = f"--draft {config.draft} runs in one process; drop torchrun, or use ngram"
     require(count == 1 or spec.many_ranks, fault)
     extended = config.random and spec.extended
-    module = load_module(spec.extended if extended else spec.module)
-    method = module.load_method(target, config, tokenizer)
+    make = loader_of(spec.extended if extended else spec.module)
+    method = make(target, config, tokenizer)
     if config.child_rule == "sampled" and spec.residual:
         rule = load_part("extension", "residual")
         for preset in method.presets:

@@ -7,11 +7,15 @@ Not here: the methods themselves. No torch is imported.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from files.head_kinds import MTP as MTP
-from options import added, load_part, present, require
+from options import added, load_module, load_part, present, require
 
 
 class DraftMethodSpec(NamedTuple):
@@ -30,6 +34,7 @@ class DraftMethodSpec(NamedTuple):
     source: str = "head"  # of drafts, for a person
 
 
+OUTSIDE = "MODULE:FUNCTION"  # a way to draft in no table: its function stands for `load_method`
 OWN = {
     "none": DraftMethodSpec("run.observer", trees=(), scores_children=False, residual=False),
     "eagle": DraftMethodSpec("run.heads", extended="drafts.random_model", head=True),
@@ -53,11 +58,36 @@ def head_kinds() -> tuple[str, ...]:
 
 def spec_of(config: Any) -> DraftMethodSpec:
     """Return the spec of a `GenerateConfig`; while its draft is undecided, that of a head."""
-    name = config.draft or "eagle"
+    return spec_named(config.draft)
+
+
+def spec_named(draft: str) -> DraftMethodSpec:
+    """Return the spec of a way to draft. Raises: ValueError for none that is here."""
+    name = draft or "eagle"
+    if ":" in name:
+        kinds = {"trees": (), "scores_children": False, "residual": False, "many_ranks": False}
+        return DraftMethodSpec(name, source=name, **kinds)
     specs = known_drafters()
-    fault = f"--draft {name} is in the folder drafts/, which is not here; restore it, or drop that"
+    fault = f"--draft must be one of {', '.join((*specs, OUTSIDE))}; it is {name!r}"
+    if not has_drafts():
+        fault += "; more are in the folder drafts/, which is not here: restore it"
     require(name in specs, fault)
     return specs[name]
+
+
+def loader_of(module: str) -> Callable[..., Any]:
+    """Return the `load_method` of a module, or the function that MODULE:FUNCTION names instead.
+
+    Raises: ValueError where such a function cannot be imported.
+    """
+    name, _, function = module.partition(":")
+    if not function:
+        return load_module(name).load_method
+    sys.path.append(os.getcwd())
+    try:
+        return getattr(import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--draft {module}: {error}; name {OUTSIDE} of your own") from None
 
 
 def has_drafts() -> bool:
@@ -70,7 +100,7 @@ def source_of(engine: Any, preset: int) -> str:
     drafter = engine.presets[preset]
     if drafter.size == 1:
         return ""
-    return drafter.source or known_drafters()[engine.option("draft") or "eagle"].source
+    return drafter.source or spec_named(engine.option("draft")).source
 
 
 def told_draft(engine: Any) -> str:

@@ -41,7 +41,7 @@ from options import FORMAT_NAMES as FORMAT_NAMES
 from options import ROOT as ROOT
 from options import Options, load_part, part_or, require
 from options import option as option
-from run.methods import has_drafts, known_drafters, spec_of
+from run.methods import OUTSIDE, has_drafts, known_drafters, spec_of
 from run.parsing import check_values, flag_of, processors
 
 DEPTH = 6  # levels of a tree by default
@@ -118,7 +118,7 @@ class GenerateConfig(Options):
         "source of drafts; default: as the files of the head say, if one is given or bundled, else "
         "mtp, if the checkpoint holds such a layer, else ngram, a lookup in the text so far, on a "
         "CPU and none elsewhere",
-        tuple(known_drafters()),
+        (*known_drafters(), OUTSIDE),
     )
     head: str = option(
         "",

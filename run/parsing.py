@@ -36,6 +36,7 @@ from options import (
 )
 from options import one_line_errors as mistakes_in_one_line
 from options import option as option
+from run.methods import OUTSIDE
 
 VERSION = "0.1.0"  # pyproject.toml reads it here
 OF_GPT_FAST = {"--speculate_k": "--tree chain:K", "--mode": "--quant"}
@@ -119,7 +120,8 @@ def check_values(options: Any) -> None:
         elif value != f.default:
             require(isinstance(value, str), f"{name} must be a text; it is {value!r}")
             known = f"{name} must be one of {', '.join(choices or ())}; it is {value!r}"
-            require(not choices or value in choices, known)
+            is_open = not choices or OUTSIDE in choices
+            require(is_open or value in choices, known)
 
 
 class _Parser(Parser):
@@ -246,7 +248,8 @@ def _add_argument(parser: argparse._ActionsContainer, f: Field) -> None:
         parser.add_argument(f.name, nargs="?", help=f.metadata["help"])  # as a flag it may miss
         return
     further: dict[str, Any] = {}
-    if "parts" in f.metadata:  # which checks the text
+    # texts that others check
+    if "parts" in f.metadata or OUTSIDE in (f.metadata["choices"] or ()):
         further = {"choices": None, "metavar": "|".join(f.metadata["choices"])}
     if f.type == SEVERAL:
         further = {"action": "append", "metavar": "TEXT"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
 import re
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from files.io import LocalError, parse_json, parse_jsonl, read_named
-from options import DEMO, log_note, one_line, parse_prompt_ids, require
+from options import DEMO, one_line, parse_prompt_ids, require
 from run.options import DEFAULT, SAMPLING, GenerateConfig, Sampling
 from run.parsing import SEVERAL, by_names
 
@@ -97,7 +96,6 @@ def _check_grammar(source: str | dict) -> None:
 def _default_prompt(checkpoint: str) -> str:
     for path, prompt in PROMPTS:
         if os.path.realpath(path) == os.path.realpath(checkpoint):
-            log_note(f"the prompt is {prompt!r}; --prompt gives another", logging.INFO)
             return prompt
     raise ValueError(
         "no prompt; give one with --prompt, --prompt_file, --interactive or --prompt_ids=IDS"

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 
 import pytest
 
@@ -110,9 +111,43 @@ def test_what_cannot_be_is_refused_at_the_call(engine, call, fault):
         call(engine)
 
 
+OUTSIDE = """
+import torch
+from drafters import Drafter
+from reference import build_tree
+from run.observer import DraftMethod
+
+class Twice(Drafter):
+    depth, size, width = 1, 2, 1
+
+    def propose(self, state, inputs):
+        tokens = inputs.text.root[:, None].expand(-1, 2).contiguous()
+        return build_tree(tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool(), 1)
+
+def twice(target, config, tokenizer):
+    return DraftMethod((Twice(),))
+"""
+
+
+def test_a_drafter_outside_of_this_tree_changes_no_token(engine, tmp_path, monkeypatch):
+    (tmp_path / "my_drafts.py").write_text(OUTSIDE)
+    monkeypatch.setattr("sys.path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    own = load(DEMO, device="cpu", draft="my_drafts:twice")
+    answer = generate(own, PROMPT, **OPTIONS)
+    assert answer.tokens == generate(engine, PROMPT, **OPTIONS).tokens
+    assert own.presets[0].size == 2 and answer.stats["drafted_by"] == ["my_drafts:twice"]
+    for draft, fault in (("my_drafts:other", "no attribute"), ("nothing_here:f", "No module")):
+        with pytest.raises(ValueError, match=f"--draft {draft}: .*{fault}.*MODULE:FUNCTION"):
+            load(DEMO, device="cpu", draft=draft)
+    with pytest.raises(ValueError, match="draft must be one of none, .*, MODULE:FUNCTION; it is"):
+        load(DEMO, device="cpu", draft="eagel")
+
+
 def test_an_engine_shows_one_line_and_what_is_normal_is_no_warning(caplog, monkeypatch):
     monkeypatch.setattr(NOTES, "propagate", True)  # which a command of this process has changed
     with caplog.at_level(logging.INFO, logger="gpt_eagle"):
         engine = load(DEMO, device="cpu", batch_size=2)
     assert repr(engine) == f"Engine({DEMO}, cpu, draft {DEMO}-eagle)"
-    assert [record.levelname for record in caplog.records if "memory" in record.message] == ["INFO"]
+    levels = {record.levelname for record in caplog.records if "sequences take" in record.message}
+    assert levels == {"INFO"}
