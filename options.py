@@ -35,7 +35,7 @@ FOLDERS = {  # a folder -> the kinds of parts that nobody else adds
     "backends": ("backend", "functions", "machine"),
     "models": ("architecture", "step", "config"),
     "files": ("reader",),
-    "drafts": ("drafters", "extension"),
+    "drafts": ("drafters", "extension", "acceptance"),
     "run": ("program", "command", "ranks"),
     "server": ("server",),
 }

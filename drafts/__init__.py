@@ -7,6 +7,7 @@ OF_BACKENDS = {
 NEEDS = ("files", "run")
 ADDS = {
     "drafters": {"drafts": "drafts.methods"},
+    "acceptance": {"residual": "drafts.residual:ResidualCycle"},
     "extension": {
         "grammar": "drafts.grammar",
         "guided cycle": "drafts.guided_draft:GuidedCycle",

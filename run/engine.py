@@ -85,8 +85,8 @@ class Engine(decode.Engine):
     def cycle(self, drafter: Drafter, mode: int) -> TimedCycle:
         """Make a cycle of a preset, which reads the clock and accepts as the options say."""
         kind = load_part("extension", "shaped cycle") if mode == SHAPED else TimedCycle
-        if self.config.accept == "residual":
-            kind = load_part("extension", "residual").ResidualCycle
+        if self.config.accept != "exact":
+            kind = load_part("acceptance", self.config.accept)
         return kind(self, drafter, mode)
 
     def run_step(self, buffers: Buffers, key: Hashable, body: Callable[[], Any]) -> Any:

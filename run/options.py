@@ -392,10 +392,11 @@ class GenerateConfig(Options):
         """Check that the rule of acceptance allows these parameters of sampling."""
         if self.accept == "exact":
             return
-        require(self.temperature > 0, "--accept residual needs a temperature above 0; raise it")
+        rule = f"--accept {self.accept}"
+        require(self.temperature > 0, f"{rule} needs a temperature above 0; raise it")
         usual = Sampling()
         others = [name for name in SAMPLING[4:] if getattr(self, name) != getattr(usual, name)]
-        fault = f"{', '.join(others)} cannot go with --accept residual; drop that"
+        fault = f"{', '.join(others)} cannot go with {rule}; drop that"
         require(not others, fault)
 
     def _check_files(self) -> None:
