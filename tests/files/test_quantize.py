@@ -34,9 +34,9 @@ from options import FORMAT_NAMES
 from quantize import FORMATS, GROUPS, Int8, Linear, Quantization, fit_group
 from run import quantize as run_quantize
 from run.generate import main
+from run.heads import rows_of
 from run.library import generate
 from run.load import load
-from run.heads import rows_of
 from run.options import DEMO, GROUP_SIZES, ROOT
 
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32; dim 64, ffn 160, V 97
