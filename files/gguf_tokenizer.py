@@ -77,7 +77,7 @@ SPLITS = {  # by tokenizer.ggml.pre
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Split((LLAMA3,), whole=True)
     ),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), Split((LLAMA3,))),
+    **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), Split((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composed=True)),
     "qwen35": Split((QWEN35,), composed=True),
     "tekken": Split((TEKKEN,), whole=True),

@@ -135,10 +135,10 @@ def layers_of(kind: str, kinds: list, layers: int) -> tuple[int, ...]:
     return tuple(i for i, each in enumerate(kinds) if each == kind)
 
 
-def check_layer_types(kinds: list | None, layers: int) -> None:
+def check_layer_types(kinds: list | None, layers: int, key: str = "layer_types") -> None:
     """Check that a list of kinds, if there is one, names every layer. Raises: ValueError."""
     if kinds is not None and len(kinds) != layers:
-        raise ValueError(f"layer_types must name all {layers} layers; it names {len(kinds)}")
+        raise ValueError(f"{key} must name all {layers} layers; it names {len(kinds)}")
 
 
 def common_fields(hf: HFConfig) -> dict[str, Any]:

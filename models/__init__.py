@@ -17,6 +17,9 @@ TABLE = (
     ("glm4", "Glm4ForCausalLM", "glm4", "glm4"),
     ("glm4_moe", "Glm4MoeForCausalLM", "glm4_moe", "glm4moe"),
     ("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
+    ("smollm3", "SmolLM3ForCausalLM", "smollm3", "smollm3"),
+    ("phi3", "Phi3ForCausalLM", "phi3", "phi3"),
+    ("olmo2", "Olmo2ForCausalLM", "olmo2", "olmo2"),
 )
 NEEDS = ("files",)
 ADDS = {
@@ -27,6 +30,7 @@ ADDS = {
             for name in ("clamped_swiglu", "geglu", "sliding", "soft_cap")
         },
     },
+    "rope": {"none": "models.smollm3:no_turns"},
     "step": {"WindowAttend": "models.steps:WindowAttend"},
     "config": {"qwen": "models.mixtures:Qwen"},
     "architecture": {name: f"models.{file}" for file, name, _, _ in TABLE},

@@ -99,6 +99,25 @@ class HeadNorm(Step):
         return rows.put("h", heads.flatten(2))
 
 
+@dataclass(frozen=True)
+class RowNorm(Step):
+    """Norm all queries of a token in `h` as one row, and all its keys. Source: OLMo-2."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    def modules(self) -> dict[str, nn.Module]:
+        counts = {"q_norm": self.heads, "k_norm": self.kv_heads}
+        return {name: RMSNorm(n * self.head_dim, self.eps) for name, n in counts.items()}
+
+    def run(self, layer: nn.Module, rows: Rows) -> Rows:
+        keys = self.kv_heads * self.head_dim
+        q, k, v = rows.h.split((self.heads * self.head_dim, keys, keys), -1)
+        return rows.put("h", torch.cat((layer.q_norm(q), layer.k_norm(k), v), -1))
+
+
 # ---------------------------------------------------------------------------------------- attention
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import backends.attention
 import reference
-from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of, steps_of_head
+from backends.cpp.layers import FusedHead, FusedModel, missing_step, steps_of, steps_of_head
 from backends.weight import Weight
 from draft_tree import Accepted, Candidates, Children, DraftTree, Frontier, Level, Scores
+from options import log_note
 
 _ops = torch.ops.gpt_eagle
 # `default` names the overload, which would be looked up in every call
@@ -168,9 +169,15 @@ def experts_matmul(x: Tensor, weight: Weight, routing: Tensor) -> Tensor:
 
 def model_program(model: nn.Module) -> FusedModel | None:
     """Return the passes of a `Transformer` in one call, if C++ has all of its steps."""
-    return FusedModel(model) if fits(steps_of(model)) else None
+    missing = missing_step(steps_of(model))
+    if missing and missing != "Rotate":  # which loading tells
+        log_note(
+            f"the step {missing} of this model is PyTorch's: slower, and a draft may change a "
+            "token where the best two are nearly equal"
+        )
+    return None if missing else FusedModel(model)
 
 
 def head_program(head: nn.Module, embedding: nn.Module) -> FusedHead | None:
     """Return the passes of an `EagleHead` in one call each, if C++ has all of its steps."""
-    return FusedHead(head, embedding) if fits(steps_of_head(head)) else None
+    return None if missing_step(steps_of_head(head)) else FusedHead(head, embedding)

@@ -25,10 +25,14 @@ EMPTY = (None, None, None)
 Placed = tuple[Sequence[Any], nn.Module, int]
 
 
-def fits(parts: Sequence[Placed]) -> bool:
-    """Return whether C++ runs all of these steps, over registers that it has."""
-    described = [describe(step, owner) for steps, owner, _ in parts for step in steps]
-    return all(step and {step.source, step.to} <= {*REGISTERS} for step in described)
+def missing_step(parts: Sequence[Placed]) -> str:
+    """Return the kind of the first step that C++ does not run over registers it has; ""."""
+    for steps, owner, _ in parts:
+        for step in steps:
+            described = describe(step, owner)
+            if not described or not {described.source, described.to} <= {*REGISTERS}:
+                return type(step).__name__
+    return ""
 
 
 class Program:

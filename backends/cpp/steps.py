@@ -61,6 +61,14 @@ def _head_norm(step: Any, layer: nn.Module) -> CppStep:
     return CppStep("head_norm", weights=tuple(gains), counts=counts, numbers=(step.eps,))
 
 
+def _row_norm(step: Any, layer: nn.Module) -> CppStep | None:
+    if step.heads != step.kv_heads:  # C++ norms parts of one width
+        return None
+    counts = (1, 1, step.heads * step.head_dim)
+    gains = (layer.q_norm.gain, layer.k_norm.gain)
+    return CppStep("head_norm", weights=gains, counts=counts, numbers=(step.eps,))
+
+
 def _project(step: Any, layer: nn.Module) -> CppStep | None:
     linear_layer = getattr(layer, step.name)
     if linear_layer.packed and not linear_layer.record.in_cpp:
@@ -129,6 +137,7 @@ DESCRIBED: dict[str, Callable[[Any, nn.Module], CppStep | None]] = {
     "Norm": _norm,
     "PartNorm": _part_norm,
     "HeadNorm": _head_norm,
+    "RowNorm": _row_norm,
     "Project": _project,
     "Rotate": _rotate,
     "KeysAsValues": lambda s, _: CppStep("keys_as_values", counts=(s.heads * s.head_dim,)),

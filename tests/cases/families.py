@@ -254,6 +254,54 @@ GLM4 = Family(
     ),
 )  # fmt: skip
 
+# --------------------------------------------------------------- SmolLM3, Phi-3, OLMo-2: LLaMA with one thing else
+
+
+def of_interleaved(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the converter makes of queries and keys: each head's pairs of a rotation become neighbours."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return {name: value}
+    heads = value.unflatten(0, (-1, 2, 8))  # of SIZES: 16 elements each
+    return {name: heads.transpose(1, 2).flatten(0, 2)}
+
+
+SMOLLM3 = plain("SmolLM3", {
+    "as it is": {"num_hidden_layers": 4, "pad_token_id": 0, "rope_parameters": default_rope(2e6)},
+    "other layers without positions": {"no_rope_layers": [0, 1, 1], "pad_token_id": 0, "tie_word_embeddings": True},
+}, file_of=lambda model: (metadata_of(model, "smollm3"), gguf_tensors(model, convert=of_interleaved)),
+    no_file=("other layers without positions",),
+    runs=(("as it is", "float32", 1.0), ("as it is", "bfloat16", 1.0), ("as it is", "int8", 0.0)),
+    bad_keys=(
+        bad("no_rope_layers must name all 4 layers; it names 2", no_rope_layers=[1, 0]),
+        bad("no_rope_layers must be a list of 0 and 1", no_rope_layers=[1, 0, 2, 1]),
+    ),
+)  # fmt: skip
+
+PHI3 = plain("Phi3", {
+    "as it is": {"pad_token_id": 0, "sliding_window": 512},
+    "a part of each head turned": {"pad_token_id": 0, "rope_parameters": default_rope(partial_rotary_factor=0.5)},
+}, file_of=lambda model: (
+    metadata_of(model, "phi3", {"rope.dimension_count": int(16 * model.config.rope_parameters.get("partial_rotary_factor", 1))}),
+    gguf_tensors(model, NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}),
+), runs=(("as it is", "float32", 1.0), ("a part of each head turned", "bfloat16", 1.0), ("as it is", "int4", 0.0)),
+    bad_keys=(
+        bad("longrope", rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+        bad("leave an even number", rope_parameters=default_rope(partial_rotary_factor=0.1)),
+    ),
+)  # fmt: skip
+
+BEHIND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OLMO2 = plain("Olmo2", {
+    "as it is": {"num_key_value_heads": 4, "pad_token_id": 0},
+    "fewer keys": {"num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": True},
+}, file_of=lambda model: (metadata_of(model, "olmo2"), gguf_tensors(model, NAMES | BEHIND)),
+    runs=(("as it is", "float32", 1.0), ("as it is", "bfloat16", 1.0), ("fewer keys", "float32", 0.0)),
+    bad_keys=(bad("its config asks for", num_key_value_heads=1),),
+)  # fmt: skip
+
 # ------------------------------------------------------------------------------------------ GLM-4.5
 
 GLM_SIZES = OF_GLM | {
@@ -976,6 +1024,6 @@ GEMMA4 = Family(
 )  # fmt: skip
 
 FAMILIES = PLAIN_FAMILIES | {
-    "GLM-4": GLM4, "GLM-4.5": GLM4_MOE, "Qwen2-MoE": QWEN2_MOE, "Qwen3.5": QWEN35, "Qwen3-Next": QWEN3_NEXT, "LFM2": LFM2,
+    "SmolLM3": SMOLLM3, "Phi-3": PHI3, "OLMo-2": OLMO2, "GLM-4": GLM4, "GLM-4.5": GLM4_MOE, "Qwen2-MoE": QWEN2_MOE, "Qwen3.5": QWEN35, "Qwen3-Next": QWEN3_NEXT, "LFM2": LFM2,
     "gpt-oss": GPT_OSS, "Gemma 3": GEMMA3, "Gemma 4": GEMMA4,
 }  # fmt: skip
