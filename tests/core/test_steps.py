@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends.cpp.layers import Program, fits, steps_of
+from backends.cpp.layers import Program, missing_step, steps_of
 from backends.fusions import MergedLayers, fuse
 from eagle_draft import EagleConfig
 from families import FAMILIES
@@ -268,7 +268,7 @@ def test_a_step_without_cpp_leaves_its_model_to_pytorch():
     want = model(*[torch.zeros(1, 3, dtype=torch.long)] * 2)
     for layer in model.layers:
         layer.steps = (*layer.steps[:-1], Double(), layer.steps[-1])
-    assert not fits(steps_of(model))
+    assert missing_step(steps_of(model))
     model.fuse(True)
     assert model.program is None
     assert not torch.equal(model(*[torch.zeros(1, 3, dtype=torch.long)] * 2), want)
@@ -276,9 +276,9 @@ def test_a_step_without_cpp_leaves_its_model_to_pytorch():
 
 def test_a_register_that_cpp_lacks_leaves_its_model_to_pytorch():
     model, _ = model_of("LLaMA, as it is")
-    assert fits(steps_of(model))
+    assert not missing_step(steps_of(model))
     model.last = (Copy("h", "kernel"), *model.last)
-    assert not fits(steps_of(model))
+    assert missing_step(steps_of(model))
 
 
 # ------------------------------------------------------------------------------------- the registry

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.cpp.layers import FusedHead, FusedModel, fits, steps_of
+from backends.cpp.layers import FusedHead, FusedModel, missing_step, steps_of
 from backends.weight import pack_codes
 from draft_tree import Frontier, StaticTree
 from drafters import DrafterUpdate, DraftVocab, RootOnly
@@ -217,13 +217,13 @@ def test_weights_may_change_in_place():
 
 def test_what_is_left_to_the_modules():
     odd = ModelConfig(64, 1, 4, 2, 12, 96, 50)  # attention takes heads of whole vectors
-    assert not fits(steps_of(fill(Transformer(odd), None)))
+    assert missing_step(steps_of(fill(Transformer(odd), None)))
     for target in (fill(Transformer(odd), None), model().float()):
         engine_for(target, RootOnly(), compile=True)
         assert target.program is None
     target = model()
     target.layers[1].steps += (SumRanks(),)
-    assert not fits(steps_of(target))
+    assert missing_step(steps_of(target))
     target = fused(model())
     tokens = torch.arange(7)[None]
     # without a cache, as in training, the modules run
