@@ -25,7 +25,7 @@ import demo_drafts  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
 from drafts.grammar import STYLE, Grammar, _vocabulary  # noqa: E402
 from helpers import Scripted, compiled_as_on_cuda, fresh, slow, trimmed_head  # noqa: E402
-from run.generate import Result  # noqa: E402
+from run.generate import Answers  # noqa: E402
 from run.library import generate  # noqa: E402
 from run.load import load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
@@ -166,7 +166,7 @@ def wanted(quant: str) -> list[list[int]]:
     return found
 
 
-def decoded(engine) -> Result:
+def decoded(engine) -> Answers:
     own = [each.sampling._asdict() for each in REQUESTS]
     options = {name: [each[name] for each in own] for name in own[0]}
     options["seed"] = [each.seed for each in REQUESTS]
