@@ -19,7 +19,6 @@ from torch import Tensor
 
 import helpers
 from files.config import read_config
-from files.weights import load_model
 from kv_cache import KVCache, causal_window
 from model import Transformer
 from run import generate
@@ -240,14 +239,6 @@ def assert_same_logits(
     torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
     for width in (len(ids), *widths):
         torch.testing.assert_close(by_passes(model, ids, width), want, atol=2e-4, rtol=1e-4)
-
-
-def assert_same_directory(path: Path, reference) -> Transformer:
-    """Write a model as a directory, and compare its logits. Returns: our model of it, in fp32."""
-    reference.save_pretrained(path)
-    model = load_model(path, torch.float32)
-    assert_same_logits(model, reference)
-    return model
 
 
 def assert_same_config(path: Path, reference, left_out: set[str]) -> None:
