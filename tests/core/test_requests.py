@@ -192,7 +192,7 @@ def test_every_rule_has_an_effect():
 
 @pytest.mark.parametrize("draft, quant, compile, batch", [
     ("none", "none", True, 1), ("dynamic", "none", False, 2), ("auto", "none", True, 3), ("eagle+ngram", "none", True, 4),
-    ("model tree", "none", False, 3), ("lookahead", "none", False, 2), ("chain", "none", True, 3), ("ngram", "none", True, 1),
+    ("model tree", "none", True, 3), ("lookahead", "none", True, 2), ("chain", "none", True, 3), ("ngram", "none", True, 1),
     *slow((draft, quant, compile, batch) for draft in (*DRAFTS, "vocab") for quant in ("none", "int8", "int4")
           for compile in (False, True) for batch in (1, 3)),
 ])  # fmt: skip
@@ -277,9 +277,8 @@ def test_plain_operations_do_the_same(monkeypatch):
     assert decoded(engine_of("dynamic", **options)).tokens == want
 
 
-@pytest.mark.parametrize("own", [Sampling(1.0), Sampling(0.5, top_k=3)], ids=str)
-def test_the_parameters_of_the_engine_do_not_matter(own):
-    options = own._asdict() | {"seed": 99, "batch_size": 3}
+def test_the_parameters_of_the_engine_do_not_matter():
+    options = Sampling(0.5, top_k=3)._asdict() | {"seed": 99, "batch_size": 3}
     assert decoded(engine_of("dynamic", **options)).tokens == wanted("none")
 
 
