@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -141,10 +142,12 @@ def test_logits_are_closer_to_those_of_fp32(tmp_path):
 
 
 def test_on_load_the_cache_holds_the_weights(short_demo, tmp_path, monkeypatch, capsys):
-    saved = load_model(calibrated(short_demo, tmp_path / "saved"))
+    """Those of the files that are there: others with the same name are calibrated anew."""
+    path = shutil.copytree(short_demo, tmp_path / "demo")
+    saved = load_model(calibrated(path, tmp_path / "saved"))
     cache = tmp_path / "quantized"
     monkeypatch.setattr("files.rounding.cache_folder", lambda: tmp_path)
-    options = {"checkpoint": str(short_demo), "quant": "int4", "group_size": 32, "draft": "none"}
+    options = {"checkpoint": str(path), "quant": "int4", "group_size": 32, "draft": "none"}
     first = load(**options, device="cpu")
     assert "weights in int4 are stored in" in capsys.readouterr().err
     (kept,) = cache.glob("[!.]*")
@@ -154,6 +157,10 @@ def test_on_load_the_cache_holds_the_weights(short_demo, tmp_path, monkeypatch, 
         state = engine.target.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in saved.state_dict().items())
         assert (engine.config.quant, engine.config.group_size) == ("int4", 32)
+    os.utime(path / "model.safetensors", (1, 1))
+    monkeypatch.setattr("files.rounding.moments_of", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load(**options, device="cpu")
 
 
 def tied_demo(folder: Path) -> Path:
