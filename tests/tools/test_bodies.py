@@ -1,4 +1,4 @@
-"""What requests may say: a row a request, read or refused; prompts are those of transformers.
+"""Requests that are read or refused, a row each; prompts are those of transformers.
 
 Tables: prompts of templates, parameters of answers, what agents and clients send, and refusals.
 """

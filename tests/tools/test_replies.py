@@ -1,6 +1,6 @@
-"""What models write and what clients get: a row a text, in the forms of calls and thinking of published templates.
+"""Texts of models and the answers that clients get: a row a text, in the forms of calls and thinking of published templates.
 
-1. A form is learned from a template, and what the template writes is read again.
+1. A form is learned from a template, and the calls that the template writes are read again.
 2. Whole and streamed, cut into parts of any size, chats and responses get the same parts of a text.
 3. A server takes its own thinking and calls back.
 """
@@ -227,7 +227,7 @@ def test_an_earlier_answer_is_its_last_message():
 
 
 class Row(NamedTuple):
-    """What a model writes in a form, and what clients of every kind get."""
+    """A text that a model writes in a form, and its parts, which clients of every kind get."""
 
     form: str  # "": without tools
     text: str
@@ -253,7 +253,7 @@ WRITERS = {Completion: (Reply, "prompt"), Chat: (ChatReply, "messages"), Respons
 
 
 def told(kind: type, form: Form | None, row: Row, parts: list[str]) -> tuple[list[dict], dict]:
-    """What a client gets of a text in parts: the events of a stream, and the whole answer."""
+    """Return the events of a stream and the whole answer, of a text that comes in parts."""
     writer, name = WRITERS[kind]
     value = ASKED if kind is Chat else "a"
     asked = kind.model_validate({name: value, "stream": True})
@@ -355,7 +355,7 @@ NOW = ("now", {})
 
 
 def answer_of(template: ChatTemplate, form: Form, *calls: tuple[str, dict]) -> str:
-    """What a model writes, that has learned from the template."""
+    """The text of a model that has learned from the template."""
     made = [{"id": f"{i:09}", "function": {"name": name, "arguments": given}} for i, (name, given) in enumerate(calls)]  # fmt: skip
     messages = [*ASKED, {"role": "assistant", "content": "", "tool_calls": made}]
     prompt = without_opening(template.render_messages(ASKED, GIVEN))
@@ -569,7 +569,7 @@ TO_WRITE = f"{BETWEEN}write <|constrain|>json<|message|>{json.dumps(SENT)}"
 
 
 class Served(NamedTuple):
-    """A template, the answer of its model, and what clients get."""
+    """A template, the answer of its model, and the parts that clients get."""
 
     template: str
     answer: str

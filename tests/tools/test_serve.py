@@ -2,7 +2,7 @@
 
 1. Whole, streamed, beside others, as a response and with other drafts, an answer is one and the same.
 2. Keys, hosts, origins, addresses, clients that leave, and the server's end.
-`llm` and `lm_eval` ask, too. What models write in forms of calls and thinking is in test_replies.py, what requests may say in test_requests.py.
+`llm` and `lm_eval` ask, too. Forms of calls and thinking are in test_replies.py, refusals in test_requests.py.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def running(tmp_path_factory):
 
 
 class Row(NamedTuple):
-    """A request, and what else `generate` needs to answer it."""
+    """A request, and the rest that `generate` needs to answer it."""
 
     name: str
     kind: str
@@ -250,7 +250,7 @@ def memory() -> float:
 
 
 def is_served(running, number: int, want: dict[str, list]) -> bool:
-    """Send a row, or what clients do that break off. Returns: whether the answer is as it must be"""
+    """Send a row, or break off as some clients do. Returns: whether the answer is as it must be"""
     row = ROWS[number % len(ROWS)]
     round = number // len(ROWS)
     if round % 5 == 0:
@@ -270,7 +270,7 @@ def is_served(running, number: int, want: dict[str, list]) -> bool:
 
 @pytest.mark.parametrize("rounds", [1, *slow([25, 250])])  # thousands of requests take minutes
 def test_many_clients_at_once(running, rounds):
-    """Each gets what it gets alone, whoever leaves or sends what is no request; memory stays flat."""
+    """Each gets the answer that it gets alone, beside clients that leave or send no JSON; memory stays flat."""
     want = {row.name: generated(row, wanted(running, row.name)) for row in ROWS}
     sizes = []
     with ThreadPoolExecutor(3) as pool:
