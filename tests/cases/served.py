@@ -24,7 +24,7 @@ PROMPT = "def read_lines(path):"
 FLAGS = "--device cpu --compile --temperature 1 --chat vicuna --tree auto:4,4,12 --port 0"
 FLAGS += " --batch_size 3 --max_new_tokens 400 --max_waiting 12 --max_body 20000"
 ARGV = ["--checkpoint", DEMO, *FLAGS.split()]
-COMPLETION, CHAT, RESPONSE = KINDS = "/completions", "/chat/completions", "/responses"
+COMPLETION, CHAT, RESPONSE = "/completions", "/chat/completions", "/responses"
 ASKED = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITY = {"type": "object", "properties": {"name": {"enum": ["Rome", "Oslo"]}}, "required": ["name"]}
 WEATHER = {
