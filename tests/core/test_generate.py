@@ -332,6 +332,23 @@ def test_a_later_turn_that_does_not_fit_ends_its_conversation(capsys, tmp_path):
     assert "the context holds 60" in failure(capsys, line), "before anything is decoded"
 
 
+def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
+    """torch.cuda.set_device refuses a name without one."""
+    chosen = []
+    index_of = torch.cuda._utils._get_device_index
+    for name, fake in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_capability": lambda index: (9, 0),
+        "set_device": lambda device: chosen.append(index_of(device)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for device in ("", "cuda", "cuda:1"):
+        with pytest.raises(ValueError, match="has no config.json"):
+            load(checkpoint=str(tmp_path), device=device)
+    assert chosen == [0, 0, 1]
+
+
 def test_attention_of_pytorch_is_told(capsys):
     """And with our own nothing is."""
     load(checkpoint=TARGET, eagle="", device="cpu", dtype="float16")
