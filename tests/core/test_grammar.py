@@ -159,7 +159,7 @@ def test_turns_and_streams_follow_the_grammar(tmp_path):
     engine = engine_of(grammar=str(file), num_samples=2, temperature=0.8)
     result = generate(engine, [[PROMPT, "again: "]])
     assert len(result.text) == 4
-    for text in (*result.text, "".join(stream(engine, PROMPT))):
+    for text in (*result.text, "".join(stream(engine, PROMPT, num_samples=1))):
         jsonschema.validate(json.loads(text), PERSON)
 
 
@@ -247,7 +247,8 @@ def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys, text, missi
     if missing:
         monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SystemExit) as stop:
-        program.main(["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)])
+        argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)]
+        program.main([*argv, "--prompt", PROMPT])
     *rate, last = capsys.readouterr().err.splitlines()
     decoded = text == DEAD and not missing
     assert (stop.value.code, rate) == (2, ["1 token"] if decoded else []) and message in last, last

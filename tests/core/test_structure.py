@@ -17,7 +17,8 @@ from test_options import run_without
 import model
 import options
 from helpers import FOLDERS
-from run import generate
+from run import library
+from run.load import load
 from run.options import DEMO
 
 ROOT = options.ROOT
@@ -177,7 +178,7 @@ def test_links_of_pages_lead_to_files():
 
 # files of others, and of worked changes in docs/CONTRIBUTING.md
 OF_OTHERS = {"backends.cpp", "encoder.py", "llama.cpp", "ik_llama.cpp", "config.cpp", "rows.h"}
-OF_OTHERS |= {"echo_draft.py", "gemma.py"}
+OF_OTHERS |= {"echo_draft.py", "gemma.py", "typical.py", "test_typical.py", "test_float8.py"}
 
 
 def test_names_of_files_in_the_text_are_true():
@@ -210,7 +211,7 @@ def test_what_one_edits_is_what_runs(monkeypatch, own):
     monkeypatch.setattr(model.Layer, "forward", edited)
     options = {"checkpoint": DEMO, "max_new_tokens": 4, "device": "cpu", "compile": False}
     with pytest.raises(RuntimeError, match="was edited"):
-        generate.generate(generate.load(**options, **own), [[5]])
+        library.generate(load(**options, **own), [[5]])
 
 
 def test_steps_change_records_as_every_torch_compiles_it():

@@ -17,7 +17,7 @@ import options
 ROOT = options.ROOT
 FLAT = [file for file in sorted(ROOT.glob("*.py")) if file.name != "setup.py"]
 MOST_FILES = 13
-MOST_LINES = 4987  # the aim is 4,600; the figure may only fall
+MOST_LINES = 4983  # the aim is 4,600; the figure may only fall
 # packages that the flat files may name
 PACKAGES = {"torch", "numpy", "safetensors", "sentencepiece", "tokenizers", "triton"}
 PROMPT = "def read_lines(path):"
