@@ -539,7 +539,8 @@ class AutoPreset(PresetDrafter):
             own = self.drafter.extend(own, update)
         else:
             at = (update.text.pos - update.count) % REST
-            state.missed.index_put_((self.seqs[: len(at)], at), update.features[:, 0])
+            seqs = self.seqs if len(at) == len(self.seqs) else self.seqs[: len(at)]
+            state.missed.index_put_((seqs, at), update.features[:, 0])
         return AutoState(own, state.missed, self.lookup.extend(state.lookup_state, update))
 
     def rewind(self, state: AutoState, length: Tensor) -> AutoState:

@@ -103,6 +103,7 @@ class HeadNorm(Step):
 class RowNorm(Step):
     """Norm all queries of a token in `h` as one row, and all its keys. Source: OLMo-2."""
 
+    of_whole_rows = True  # so that ranks cannot have parts of them
     heads: int
     kv_heads: int
     head_dim: int

@@ -284,6 +284,7 @@ PHI3 = plain("Phi3", {
     metadata_of(model, "phi3", {"rope.dimension_count": int(16 * model.config.rope_parameters.get("partial_rotary_factor", 1))}),
     gguf_tensors(model, NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}),
 ), runs=(("as it is", "float32", 1.0), ("a part of each head turned", "bfloat16", 1.0), ("as it is", "int4", 0.0)),
+    one_rank="a model with fused projections runs on one rank",
     bad_keys=(
         bad("longrope", rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
         bad("leave an even number", rope_parameters=default_rope(partial_rotary_factor=0.1)),
@@ -299,6 +300,7 @@ OLMO2 = plain("Olmo2", {
     "fewer keys": {"num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": True},
 }, file_of=lambda model: (metadata_of(model, "olmo2"), gguf_tensors(model, NAMES | BEHIND)),
     runs=(("as it is", "float32", 1.0), ("as it is", "bfloat16", 1.0), ("fewer keys", "float32", 0.0)),
+    one_rank="a model that norms all heads together runs on one rank",
     bad_keys=(bad("its config asks for", num_key_value_heads=1),),
 )  # fmt: skip
 

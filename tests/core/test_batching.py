@@ -27,7 +27,7 @@ from helpers import (
 from run.engine import Engine
 from run.generate import main
 from run.load import load
-from run.options import DEMO
+from run.options import DEMO, GenerateConfig
 from run.session import Session
 from run.stats import sequence_memory
 from run.warm_up import time_cycle
@@ -163,7 +163,7 @@ def test_the_default_context_goes_as_far_as_half_of_the_memory(
     token = 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers  # bytes
     monkeypatch.setattr("run.load.free_bytes", lambda device: 2 * token * 1030)
     caplog.clear()
-    engine = load(**DEMO_IN_BF16, draft="none", **options)
+    engine = load(GenerateConfig(**DEMO_IN_BF16, draft="none", **options))
     assert engine.context == min(context, config.max_context)
     said = [r.getMessage() for r in caplog.records if "the context is" in r.getMessage()]
     assert len(said) == (engine.context < config.max_context and "context" not in options)

@@ -26,7 +26,7 @@ from helpers import (
     quantized_experts,
 )
 from reference import TORCH, choose
-from run import generate
+from run import library
 from run.load import load
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
@@ -53,7 +53,7 @@ def tokens(checkpoint, **options) -> list[int]:
     """The tokens that follow PROMPT."""
     options = {"max_new_tokens": 12, "ignore_eos": True, "seed": 3, "context": 128} | options
     engine = load(checkpoint=str(checkpoint), device="cpu", **options)
-    result = generate.generate(engine, [PROMPT])
+    result = library.generate(engine, [PROMPT])
     return result.tokens[0]
 
 

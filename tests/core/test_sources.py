@@ -33,7 +33,7 @@ from helpers import (
     golden_target,
     token_paths,
 )
-from run import generate
+from run import generate, library
 from run.load import load
 from run.options import DEMO, GenerateConfig
 from scripts import build_datastore
@@ -258,7 +258,7 @@ def test_datastores_that_are_none_are_refused(built, tmp_path):
     def check(says: str) -> None:
         with pytest.raises(ValueError, match=f"(?s)(?=.*{says}).*scripts/build_datastore.py"):
             engine = load(**REST, datastore=str(file), max_new_tokens=8, tree="dynamic")
-            generate.generate(engine, ["def read_lines(path):"])
+            library.generate(engine, ["def read_lines(path):"])
 
     check("is no file")
     for content in (whole[: len(whole) // 2], b"a text"):
@@ -324,7 +324,7 @@ def test_a_benchmark_makes_the_drafter(draft):
     engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=8)
     drafted = with_config(engine, replace(engine.config, draft=draft, tree=""))
     prompts = [[5, 17, 3]]
-    assert generate.generate(drafted, prompts).tokens == generate.generate(engine, prompts).tokens
+    assert library.generate(drafted, prompts).tokens == library.generate(engine, prompts).tokens
 
 
 @pytest.mark.slow  # ten to twenty seconds each

@@ -30,7 +30,7 @@ from files.weights import export_weights, load_model
 from helpers import GOLDEN, PROMPTS
 from model import Transformer, weight_names
 from quantize import Quantization
-from run import generate, ranks, tp
+from run import generate, library, ranks, tp
 from run.engine import Engine
 from run.options import DEMO, GenerateConfig
 from run.parsing import one_line_errors
@@ -105,7 +105,7 @@ def tau_of(found: dict) -> float:
 def check_equal(options: dict, found: dict) -> None:
     """In fp32: ranks against one device without a draft."""
     engine = one_device(options)
-    want = generate.generate(engine, options["prompts"]).tokens
+    want = library.generate(engine, options["prompts"]).tokens
     for row, (prompt, tokens) in enumerate(zip(options["prompts"], found["tokens"], strict=True)):
         assert_same(engine, prompt, tokens, want[row], (row, 0))
     check_close(options, found, 1e-5, engine)
@@ -518,7 +518,7 @@ def test_one_rank_fails(tmp_path, how, rule):
     text = ""
     if how in ("kill", "bug"):  # rank 0 streams the tokens decided before it learns of it
         engine = generate.load(checkpoint=DEMO, max_new_tokens=24)
-        text = generate.generate(engine, ["def read_lines(path):"]).text[0]
+        text = library.generate(engine, ["def read_lines(path):"]).text[0]
     assert text.startswith(done.stdout) and len(done.stdout) <= len(text) // 2, done
     assert [rule in line for line in ours(done)] == ([True] if rule else []), done.stderr
     assert ("KeyError: 'a bug'" in done.stderr) == (how == "bug")

@@ -163,7 +163,7 @@ def wanted(running, name: str) -> Any:
     options = {name: body[name] for name in body.keys() & {*Sampling._fields, "seed", "stop"}}
     most = body["max_tokens"] or body["max_completion_tokens"]
     options |= {"max_new_tokens": most, "num_samples": body.get("n", 1)}
-    return generate(replace(engine, template=None), prompts, grammar, **options)
+    return generate(replace(engine, template=None), prompts, grammar=grammar, **options)
 
 
 def said(answer: Any) -> list[tuple[str, str]]:
