@@ -560,7 +560,8 @@ class AutoPreset(PresetDrafter):
     def catch_up(self, state: DecodeState) -> None:
         """Let the drafter read the tokens that it missed. Writes: its cache."""
         own, missed, _ = state.drafter_state
-        count = (state.pos - own.length).clamp(0, REST)
+        # of a sequence that is done, or whose prompt is being read, none
+        count = torch.where(state.done, 0, state.pos - own.length).clamp(0, REST)
         most = int(count.max())
         if not most:
             return

@@ -434,6 +434,22 @@ def test_a_drafter_reads_what_it_missed(kind, rest):
     torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
 
 
+def test_a_prompt_that_is_being_read_was_not_missed():
+    """A drafter wakes between the chunks of another sequence's prompt: it reads them once."""
+    engine = engine_for(golden_target(), drafter_of("eagle"), batch_size=2, ignore_eos=True)
+    session = Session(replace(engine, policy=Script([0] * 6 + [1, 1])), [(0, 0), (1, 0)])
+    session.admit(0, PROMPTS[0])
+    for _ in range(6):  # reads the prompt, then rests
+        session.step()
+    prompt = PROMPTS[1] * 30  # two chunks
+    session.admit(1, prompt)
+    for _ in range(3):
+        session.step()
+    assert session.live[1] and session.state.drafter_state.own.length[1] >= len(prompt)
+    for history, length in zip(session.history, session.state.drafter_state.own.length):
+        assert len(history) - 2 <= length < len(history)
+
+
 def test_no_clock_decides_without_costs():
     """With several ranks, and under the residual rule, the largest preset of which something is expected runs."""
     policy = ByValue(NgramDrafter(Ngram()))
