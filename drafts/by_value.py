@@ -10,8 +10,8 @@
    as the head's training has recorded it.
 5. Captured cycles, and drafters without confidence, have trees of fixed sizes (presets), whose
    expected tokens follow from the acceptance; a lookup knows its own (`Lookup.expected`).
-6. While no tree pays, the drafter rests: it reads prompts alone, and is tried again now and then,
-   behind a pass over the tokens that it missed, whose features are kept.
+6. While no tree pays, a drafter whose trees grow by value rests: it reads prompts alone, and is
+   tried again now and then, behind a pass over the tokens that it missed.
 
 Source: CaDDTree (arXiv 2606.01813); llama.cpp's --draft-p-min cuts a draft by confidence alone.
 The choice never changes a token. Not here: growing (drafters.py), cycles of presets (decode.py).
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import sampling
 from decode import CycleResult, DecodeState
@@ -481,7 +483,6 @@ class AutoState(NamedTuple):
     """The states of a drafter, and of the lookup beside it."""
 
     own: Any  # with its `length`, [B] int64, tokens that it has read
-    missed: Tensor  # [B, REST, (1 + aux) F], features of the tokens behind those, a ring
     lookup_state: Any = ()
 
 
@@ -489,7 +490,7 @@ class AutoPreset(PresetDrafter):
     """A drafter beside a lookup: one of them proposes the tree, or neither does."""
 
     def __init__(self, drafter: TreeDrafter, grower: Drafter, lookup: PresetDrafter | None):
-        """grower: proposes the tree; where it proposes none, the drafter rests: it reads nothing"""
+        """grower: proposes the tree"""
         self.drafter = drafter
         self.grower = grower
         self.lookup = lookup or RootOnly()
@@ -500,6 +501,7 @@ class AutoPreset(PresetDrafter):
         self.aux_layers = drafter.aux_layers
         self.keeps_nodes = drafter.keeps_nodes
         self.growth: Growth | None = None
+        self.rests = False  # the drafter does not read the tokens of its cycles
         self.source = "lookup" if isinstance(grower, PresetDrafter) else ""
         if isinstance(grower, TreeDrafter):
             self.growth = grower.growth
@@ -527,26 +529,16 @@ class AutoPreset(PresetDrafter):
         return DraftMethod(self.presets, options, policy=policy)
 
     def init(self, batch: int, slots: int) -> AutoState:
-        feature = self.drafter.feature
-        missed = feature.new_zeros(batch, REST, (1 + len(self.aux_layers)) * len(feature))
-        for preset in self.presets:
-            preset.seqs = torch.arange(batch, device=feature.device)
-        return AutoState(self.drafter.init(batch, slots), missed, self.lookup.init(batch, slots))
+        return AutoState(self.drafter.init(batch, slots), self.lookup.init(batch, slots))
 
     def extend(self, state: AutoState, update: DrafterUpdate) -> AutoState:
-        own = state.own
-        if self.size > 1:
-            own = self.drafter.extend(own, update)
-        else:
-            at = (update.text.pos - update.count) % REST
-            seqs = self.seqs if len(at) == len(self.seqs) else self.seqs[: len(at)]
-            state.missed.index_put_((seqs, at), update.features[:, 0])
-        return AutoState(own, state.missed, self.lookup.extend(state.lookup_state, update))
+        own = state.own if self.rests else self.drafter.extend(state.own, update)
+        return AutoState(own, self.lookup.extend(state.lookup_state, update))
 
     def rewind(self, state: AutoState, length: Tensor) -> AutoState:
         """Forget all but the first `length` tokens, of which it may have missed the last."""
         own = self.drafter.rewind(state.own, torch.minimum(length, state.own.length))
-        return AutoState(own, state.missed, self.lookup.rewind(state.lookup_state, length))
+        return AutoState(own, self.lookup.rewind(state.lookup_state, length))
 
     def propose(self, state: AutoState, inputs: DraftInputs) -> DraftTree:
         if self.source:
@@ -557,18 +549,20 @@ class AutoPreset(PresetDrafter):
         tree = self.grower.propose(state.own, inputs)
         return replace_fields(tree, noise=self.growth.noise())
 
-    def catch_up(self, state: DecodeState) -> None:
-        """Let the drafter read the tokens that it missed. Writes: its cache."""
-        own, missed, _ = state.drafter_state
+    def catch_up(self, features: Tensor, state: DecodeState) -> None:
+        """Let the drafter read the tokens that it missed. Writes: its cache.
+
+        features: [B, R, F], of the last R tokens of every sequence that has decided so many since
+        """
+        own = state.drafter_state.own
         # of a sequence that is done, or whose prompt is being read, none
-        count = torch.where(state.done, 0, state.pos - own.length).clamp(0, REST)
-        most = int(count.max())
-        if not most:
-            return
+        count = torch.where(state.done, 0, state.pos - own.length)
+        most = features.shape[1]
         steps = torch.arange(most + 1, device=count.device)
-        at = (own.length[:, None] + steps).clamp(max=state.tokens.shape[1] - 1)
-        features = missed[self.seqs[: len(at), None], at[:, :most] % REST]
-        update = DrafterUpdate(state.tokens.gather(1, at), features, count)
+        at = (own.length[:, None] + steps).clamp(max=state.tokens.shape[1] - 1)  # [B, R + 1]
+        behind = (most - count)[:, None] + steps[:most]  # the columns of the missed tokens
+        index = behind.clamp(max=most - 1)[:, :, None].expand_as(features)
+        update = DrafterUpdate(state.tokens.gather(1, at), features.gather(1, index), count)
         copy_into(own, self.drafter.extend(own, update))
 
 
@@ -594,6 +588,7 @@ def beside(
             growers.append(drafter.with_tree(tree))
     preset = AutoPreset(drafter, grower, lookup)
     preset.smaller = tuple(AutoPreset(drafter, each, lookup) for each in growers)
+    preset.smaller[0].rests = grower.growth is not None
     return preset
 
 
@@ -647,7 +642,9 @@ class ByValue(Observer):
         self.expected: list[float] | None = None  # accepted tokens per preset, where known
         self.read_prompt = False  # since the last cycle
         self.resting = False  # no tree pays
-        self.missed = 0  # cycles whose tokens the drafter has not read
+        # of cycles whose tokens the drafter has not read: the first sequence that ran, and features
+        # of the tokens, [B', 1, F]
+        self.missed: list[tuple[int, Tensor]] = []
         self.rested = 0  # cycles since a tree was tried
         self.paces: dict[int, Pace] = {}  # by sequences of a cycle
 
@@ -668,7 +665,7 @@ class ByValue(Observer):
     def for_session(self) -> ByValue:
         policy = copy(self)
         policy.expected = None
-        policy.missed = 0
+        policy.missed = []
         return policy
 
     def next_preset(self, view: View, reads_prompt: bool) -> int:
@@ -771,11 +768,15 @@ class ByValue(Observer):
         return any(len(text) <= self.reach for text in decoding) or not decoding
 
     def before_step(self, view: View, preset: int) -> None:
-        drafter = view.presets[-1]
-        if isinstance(drafter, AutoPreset) and self.missed and (preset or self.missed == REST):
-            view.run_step(None, drafter.catch_up)
-            self.missed = 0
-        self.missed += preset == 0
+        if self.missed and (preset or len(self.missed) == REST):
+            # zeros stand for the sequences that did not run
+            whole = [
+                pad(part, (0, 0, 0, 0, first, len(view.live) - first - len(part)))
+                for first, part in self.missed
+            ]  # [B, 1, F] each
+            features = torch.cat(whole, 1)
+            view.run_step(None, partial(view.presets[-1].catch_up, features))
+            self.missed = []
 
     def host_tensors(self, update: DrafterUpdate, view: View) -> tuple[Tensor, ...]:
         lookup = lookup_of(view.drafter_state)
@@ -790,6 +791,9 @@ class ByValue(Observer):
         if lookup_of(view.drafter_state) is not None:
             self._expect(copied.pop(0), view)
         preset = result.preset
+        drafter = view.presets[preset]
+        if isinstance(drafter, AutoPreset) and drafter.rests:
+            self.missed.append((result.first, result.update.features))
         # at rest seldom: behind a pass over all weights the code here comes from memory
         if self.costs is None or (not preset and self.rested % 8):
             return

@@ -148,7 +148,7 @@ class Scripted(ByValue):
         self.warm = True
 
     def for_session(self) -> Scripted:
-        self.expected, self.missed = None, 0
+        self.expected, self.missed = None, []
         return self
 
 
