@@ -67,7 +67,8 @@ from runtime import copy_into, replace_fields
 GAIN = 1 / 16  # of decaying factors: they follow a machine within 0.1 s, in cycles of 5 ms
 MEMORY = 32  # tokens that acceptance follows, the record too: it varies by 0.1 between prompts
 HIT = 0.75  # share of tokens that a chain of a head without a record hits: EAGLE-1 (2401.15077)
-REST = 64  # cycles that a drafter rests; 4 trials behind, of 8 % each (a head's passes), lose 0.5 %
+TRIALS = 4  # trees of a trial, with which every text begins
+REST = 64  # cycles of rest between trials, for each sequence: trials lose about 1 %
 ROUNDS = 3  # of measurements: a slow moment of a shared machine lasts less than two (4 ms slices)
 STEADY = 1.25  # slowest over fastest vanilla cycle; beyond, other programs were measured, too
 
@@ -550,20 +551,22 @@ class AutoPreset(PresetDrafter):
         return replace_fields(tree, noise=self.growth.noise())
 
     def catch_up(self, features: Tensor, state: DecodeState) -> None:
-        """Let the drafter read the tokens that it missed. Writes: its cache.
+        """Let the drafter read the tokens that it missed, or the last of them. Writes: its cache.
 
         features: [B, R, F], of the last R tokens of every sequence that has decided so many since
         """
         own = state.drafter_state.own
-        # of a sequence that is done, or whose prompt is being read, none
-        count = torch.where(state.done, 0, state.pos - own.length)
         most = features.shape[1]
+        begin = torch.maximum(own.length, state.pos - most)
+        # of a sequence that is done, or whose prompt is being read, none
+        begin = torch.where(state.done, own.length, begin)
+        count = torch.where(state.done, 0, state.pos - begin)
         steps = torch.arange(most + 1, device=count.device)
-        at = (own.length[:, None] + steps).clamp(max=state.tokens.shape[1] - 1)  # [B, R + 1]
+        at = (begin[:, None] + steps).clamp(max=state.tokens.shape[1] - 1)  # [B, R + 1]
         behind = (most - count)[:, None] + steps[:most]  # the columns of the missed tokens
         index = behind.clamp(max=most - 1)[:, :, None].expand_as(features)
         update = DrafterUpdate(state.tokens.gather(1, at), features.gather(1, index), count)
-        copy_into(own, self.drafter.extend(own, update))
+        copy_into(own, self.drafter.extend(self.drafter.rewind(own, begin), update))
 
 
 def beside(
@@ -607,8 +610,10 @@ class Pace:
 
     tokens: float  # fading sums
     seconds: float
-    gain: float  # tokens that a tree by value is expected to bring beyond its costs, a mean
-    weight: float = 4.0  # trees in that mean; measured costs count as four
+    gain: float = (
+        0.0  # tokens that trees by value were expected to bring beyond their costs, a mean
+    )
+    weight: float = 0.0  # trees in that mean
 
 
 class ByValue(Observer):
@@ -641,11 +646,11 @@ class ByValue(Observer):
         self.costs: Costs | None = None
         self.expected: list[float] | None = None  # accepted tokens per preset, where known
         self.read_prompt = False  # since the last cycle
-        self.resting = False  # no tree pays
         # of cycles whose tokens the drafter has not read: the first sequence that ran, and features
         # of the tokens, [B', 1, F]
         self.missed: list[tuple[int, Tensor]] = []
-        self.rested = 0  # cycles since a tree was tried
+        self.rested = 0  # cycles in which no tree paid
+        self.trials = TRIALS  # trees that are drafted next, whether or not they pay
         self.paces: dict[int, Pace] = {}  # by sequences of a cycle
 
     def on_engine_ready(self, engine: Engine, time_cycle: Callable) -> ByValue:
@@ -666,6 +671,8 @@ class ByValue(Observer):
         policy = copy(self)
         policy.expected = None
         policy.missed = []
+        for pace in policy.paces.values():  # earlier texts count as one trial
+            pace.weight = min(pace.weight, TRIALS)
         return policy
 
     def next_preset(self, view: View, reads_prompt: bool) -> int:
@@ -721,13 +728,15 @@ class ByValue(Observer):
             gains[last] = pace.gain
         picked = max(gains, key=gains.__getitem__)
         trees = [number for number in gains if number and number not in self.lookups]
-        self.resting = bool(trees) and max(gains[number] for number in trees) <= 0
-        self.rested = self.rested + 1 if self.resting else 0
-        if self.rested > REST:
+        rests = bool(trees) and max(gains[number] for number in trees) <= 0
+        self.rested = self.rested + 1 if rests and not self.trials else 0
+        if self.rested > REST * len(live):
+            self.rested = 0
+            self.trials = TRIALS
+            pace.weight = 0.0  # they alone count
+        if self.trials and trees:
+            self.trials -= 1
             picked = max(trees, key=gains.__getitem__)
-            if self.rested == REST + 1:  # trials alone count
-                pace.weight = 0.0
-            self.rested %= REST + 4
         if self.growth and picked == last:
             self.growth.rate = rate
             self.growth.live = live
@@ -743,21 +752,11 @@ class ByValue(Observer):
         return self.costs.verify.seconds[batch * size] + self.costs.rest[preset] + levels
 
     def _pace(self, batch: int) -> Pace:
-        """Return the pace of cycles of so many sequences: at first, that of the best chain."""
+        """Return the pace of cycles of so many sequences: at first, that of vanilla."""
         if batch in self.paces:
             return self.paces[batch]
         vanilla = self._seconds(0, batch)
-        rate = batch / vanilla
-        tokens = 1.0
-        path = 1.0
-        costs = self.costs
-        doubt = 0.5 / math.sqrt(MEMORY)  # the standard error of what is known of this text
-        for depth in range(self.growth.tree.depth if self.growth else 0):
-            path *= max(self.acceptance.rate(depth, 0) - doubt, 0.0)
-            tokens += path
-            seconds = costs.verify.seconds[batch * (depth + 2)] + depth * costs.level.seconds[batch]
-            rate = max(rate, batch * tokens / (seconds + costs.rest[-1]))
-        pace = Pace(rate * vanilla / GAIN, vanilla / GAIN, rate * vanilla - batch)
+        pace = Pace(batch / GAIN, vanilla / GAIN)
         self.paces[batch] = pace
         return pace
 
@@ -768,7 +767,7 @@ class ByValue(Observer):
         return any(len(text) <= self.reach for text in decoding) or not decoding
 
     def before_step(self, view: View, preset: int) -> None:
-        if self.missed and (preset or len(self.missed) == REST):
+        if self.missed and preset:
             # zeros stand for the sequences that did not run
             whole = [
                 pad(part, (0, 0, 0, 0, first, len(view.live) - first - len(part)))
@@ -794,6 +793,7 @@ class ByValue(Observer):
         drafter = view.presets[preset]
         if isinstance(drafter, AutoPreset) and drafter.rests:
             self.missed.append((result.first, result.update.features))
+            del self.missed[:-REST]
         # at rest seldom: behind a pass over all weights the code here comes from memory
         if self.costs is None or (not preset and self.rested % 8):
             return
