@@ -79,29 +79,16 @@ SHAPES = ((3, 1, 4), (5, 3, 8), (5, 4, 16), (6, 8, 32))
 # ------------------------------------------------------------------------------------------- costs
 
 
-class Table:
-    """Seconds by number of rows."""
-
-    def __init__(self, points: Sequence[Sequence[float]], most: int):
-        """Interpolate measurements. points: of rows and seconds; most: rows"""
-        rows = sorted({int(n) for n, _ in points})
-        least = [min(s for n, s in points if n == each) for each in rows]
-        least = [*accumulate(least, max)]  # more rows take no less time, but for noise
-        if len(rows) > 1 and most > rows[-1]:
-            slope = (least[-1] - least[-2]) / (rows[-1] - rows[-2])
-            least.append(least[-1] + slope * (most - rows[-1]))
-            rows.append(most)
-        self.seconds = np.interp(range(most + 1), rows, least).tolist()
-
-    def learn(self, rows: int, seconds: float, gain: float = GAIN) -> None:
-        """Learn from a measurement; other numbers of rows learn less. Writes: seconds."""
-        error = min(seconds / self.seconds[rows], 2.0) - 1  # a slow outlier counts as twice
-        for n in range(1, len(self.seconds)):
-            self.seconds[n] *= 1 + gain * error * min(n, rows) / max(n, rows)
-
-    def scale(self, factor: float) -> None:
-        """Change all seconds by a factor. Writes: seconds."""
-        self.seconds = [factor * seconds for seconds in self.seconds]
+def by_rows(points: Sequence[Sequence[float]], most: int) -> list[float]:
+    """Interpolate measurements of rows and seconds: return the seconds of 0 to `most` rows."""
+    rows = sorted({int(n) for n, _ in points})
+    least = [min(s for n, s in points if n == each) for each in rows]
+    least = [*accumulate(least, max)]  # more rows take no less time, but for noise
+    if len(rows) > 1 and most > rows[-1]:
+        slope = (least[-1] - least[-2]) / (rows[-1] - rows[-2])
+        least.append(least[-1] + slope * (most - rows[-1]))
+        rows.append(most)
+    return np.interp(range(most + 1), rows, least).tolist()
 
 
 class Costs:
@@ -110,17 +97,32 @@ class Costs:
     def __init__(self, measured: dict[str, list], presets: Sequence[Drafter], batch: int):
         """Raises: ValueError, LookupError, TypeError for other values."""
         most = batch * max(preset.size for preset in presets)
-        self.verify = Table(measured["verify"], most)  # a pass of the target, by rows in all
-        self.level = Table(measured["level"], most)  # a drafted level behind the first, likewise
+        self.verify = by_rows(measured["verify"], most)  # a pass of the target, by rows in all
+        self.level = by_rows(measured["level"], most)  # a drafted level behind the first, likewise
         self.rest = [float(seconds) for seconds in measured["rest"]]  # all else, by preset
-        self.tries = 0  # trees by value that have corrected them
-        every = (*self.verify.seconds, *self.level.seconds, *self.rest)
+        # seconds of cycles over those above, without a tree and with one: fading means
+        self.ratios = [1.0, 1.0]
+        self.weights = [
+            float(TRIALS)
+        ] * 2  # cycles in them; those that were measured count as so many
+        every = (*self.verify, *self.level, *self.rest)
         if (
             len(self.rest) != len(presets)
             or min(self.rest) <= 0
             or not all(0 <= seconds < 1e6 for seconds in every)
         ):
             raise ValueError("these are no costs of such presets")
+
+    @property
+    def factor(self) -> float:
+        """By which trees cost more than was measured, where cycles without one cost as much."""
+        return self.ratios[1] / self.ratios[0]
+
+    def learn(self, has_tree: bool, ratio: float) -> None:
+        """Learn from a cycle. ratio: of its seconds to the costs above. Writes: ratios, weights."""
+        self.weights[has_tree] = min(self.weights[has_tree] + 1, 1 / GAIN)
+        error = min(ratio, 2.0) - self.ratios[has_tree]  # a slow outlier counts as twice
+        self.ratios[has_tree] += error / self.weights[has_tree]
 
 
 def measure(engine: Engine, time_cycle: Callable, growth: Growth | None) -> tuple[dict, bool]:
@@ -377,8 +379,8 @@ class Growth:
         if not self.rate:
             return width
         batch = len(self.above)
-        verify = self.costs.verify.seconds
-        level = self.costs.level.seconds
+        verify = self.costs.verify
+        level = self.costs.level
         chosen = min(int(self.chosen), self.tree.size - 2)
         row = verify[batch * (chosen + 2)] - verify[batch * (chosen + 1)]
         rows = [row for row, decodes in zip(self.above, self.live) if decodes]
@@ -387,7 +389,7 @@ class Growth:
         for n in range(width):
             tokens += self.acceptance.best[depth] * sum(row[n][1] for row in rows)
             seconds = level[batch * (n + 1)] + (n + 1) * row
-            gains.append(tokens - self.rate * seconds)
+            gains.append(tokens - self.rate * self.costs.factor * seconds)
         pays = max(range(width + 1), key=gains.__getitem__)
         if pays:
             self.seconds += level[batch * pays]
@@ -402,15 +404,16 @@ class Growth:
             self.nodes = min(most, self.forced[2])
         elif self.rate:
             batch = len(best)
-            verify = self.costs.verify.seconds
+            verify = self.costs.verify
+            rate = self.rate * self.costs.factor
             rows = [row for row, decodes in zip(best, self.live) if decodes]
             tokens = accumulate((sum(row[n][1] for row in rows) for n in range(most)), initial=0.0)
-            costs = [self.rate * verify[batch * (n + 1)] for n in range(most + 1)]
+            costs = [rate * verify[batch * (n + 1)] for n in range(most + 1)]
             gains = [added - cost for added, cost in zip(tokens, costs)]
             self.nodes = max(range(most + 1), key=gains.__getitem__)
-            rest = self.seconds + self.costs.rest[-1] - self.costs.rest[0]
             # tokens that the tree is expected to bring beyond its costs
-            self.gain = gains[self.nodes] + costs[0] - self.rate * rest
+            vanilla = self.rate * (verify[batch] + self.costs.rest[0])
+            self.gain = gains[self.nodes] - rate * (self.seconds + self.costs.rest[-1]) + vanilla
             self.chosen += GAIN * (self.nodes - self.chosen)
         self.depth = max((node[2] for row in best for node in row[: self.nodes]), default=0)
         return self.nodes
@@ -749,7 +752,8 @@ class ByValue(Observer):
         if self.growth and preset == len(self.costs.rest) - 1:  # a tree of about that size
             size = 1 + round(self.growth.chosen)
             levels = self.growth.seconds
-        return self.costs.verify.seconds[batch * size] + self.costs.rest[preset] + levels
+        seconds = self.costs.verify[batch * size] + self.costs.rest[preset] + levels
+        return seconds * (self.costs.factor if preset else 1.0)
 
     def _pace(self, batch: int) -> Pace:
         """Return the pace of cycles of so many sequences: at first, that of vanilla."""
@@ -799,28 +803,18 @@ class ByValue(Observer):
             return
         batch = len(result.rows) - result.first
         growth = self.growth if preset == len(view.presets) - 1 else None
-        most = len(self.costs.verify.seconds) - 1
+        most = len(self.costs.verify) - 1
         nodes = result.update.tree.tokens.shape[1]
         rows = min(batch * nodes, most)  # a grammar's forced tokens may be more
-        verify_s = (result.times["verified"] - result.times["drafted"]) / 1e9
-        expected = self.costs.verify.seconds[rows] + self.costs.rest[preset]
+        seconds = self.costs.verify[rows] + self.costs.rest[preset]
         pace = self._pace(batch)
-        gain = GAIN
         if growth:
-            expected += growth.seconds
+            seconds += growth.seconds
             pace.weight = min(pace.weight + 1, 1 / GAIN)
             pace.gain += (growth.gain - pace.gain) / pace.weight
-            self.costs.tries += 1
-            gain = max(GAIN, 1 / (4 + self.costs.tries))  # measured costs count as four cycles
+        self.costs.learn(preset > 0, result.seconds / seconds)
         pace.tokens += sum(1 + result.length[seq] for seq in result.live) - GAIN * pace.tokens
-        pace.seconds += expected - GAIN * pace.seconds
-        drafting = growth.seconds if growth else 0.0
-        other = self.costs.rest[preset] + drafting
-        error = min((result.seconds - verify_s) / other, 2.0) - 1
-        self.costs.rest[preset] *= 1 + gain * error * self.costs.rest[preset] / other
-        self.costs.level.scale(1 + gain * error * drafting / other)
-        if verify_s:
-            self.costs.verify.learn(rows, verify_s, gain)
+        pace.seconds += seconds * (self.costs.factor if preset else 1.0) - GAIN * pace.seconds
         if nodes > 1 and preset and preset not in self.lookups:
             for seq in result.live:
                 parents, valid, path, *values = (column[seq - result.first] for column in copied)
