@@ -11,7 +11,7 @@
 5. Captured cycles, and drafters without confidence, have trees of fixed sizes (presets), whose
    expected tokens follow from the acceptance; a lookup knows its own (`Lookup.expected`).
 6. While no tree pays, a drafter whose trees grow by value rests: it reads prompts alone, and is
-   tried again now and then, behind a pass over the tokens that it missed.
+   tried again now and then, behind a pass over the last tokens that it missed.
 
 Source: CaDDTree (arXiv 2606.01813); llama.cpp's --draft-p-min cuts a draft by confidence alone.
 The choice never changes a token. Not here: growing (drafters.py), cycles of presets (decode.py).
@@ -67,8 +67,8 @@ from runtime import copy_into, replace_fields
 GAIN = 1 / 16  # of decaying factors: they follow a machine within 0.1 s, in cycles of 5 ms
 MEMORY = 32  # tokens that acceptance follows, the record too: it varies by 0.1 between prompts
 HIT = 0.75  # share of tokens that a chain of a head without a record hits: EAGLE-1 (2401.15077)
-TRIALS = 4  # trees of a trial, with which every text begins
-REST = 64  # cycles of rest between trials, for each sequence: trials lose about 1 %
+TRIALS = 4  # trees of a trial, with which every session begins
+REST = 64  # cycles of rest between trials, times the sequences: trials lose about 1 %
 ROUNDS = 3  # of measurements: a slow moment of a shared machine lasts less than two (4 ms slices)
 STEADY = 1.25  # slowest over fastest vanilla cycle; beyond, other programs were measured, too
 
@@ -100,11 +100,10 @@ class Costs:
         self.verify = by_rows(measured["verify"], most)  # a pass of the target, by rows in all
         self.level = by_rows(measured["level"], most)  # a drafted level behind the first, likewise
         self.rest = [float(seconds) for seconds in measured["rest"]]  # all else, by preset
-        # seconds of cycles over those above, without a tree and with one: fading means
+        # seconds of cycles over those above, without a tree and with one: fading means, in which
+        # the measurements count as a trial
         self.ratios = [1.0, 1.0]
-        self.weights = [
-            float(TRIALS)
-        ] * 2  # cycles in them; those that were measured count as so many
+        self.weights = [float(TRIALS)] * 2  # cycles in them
         every = (*self.verify, *self.level, *self.rest)
         if (
             len(self.rest) != len(presets)
@@ -613,9 +612,8 @@ class Pace:
 
     tokens: float  # fading sums
     seconds: float
-    gain: float = (
-        0.0  # tokens that trees by value were expected to bring beyond their costs, a mean
-    )
+    # mean of the tokens that trees by value were expected to bring beyond their costs
+    gain: float = 0.0
     weight: float = 0.0  # trees in that mean
 
 

@@ -111,7 +111,7 @@ def _asked(config: GenerateConfig | str | Path | None, options: dict[str, Any]) 
     if isinstance(options.get("chat"), bool):
         options["chat"] = "" if options["chat"] else NO_TEMPLATE
     of_commands = ", ".join(sorted(options.keys() & OF_COMMANDS))
-    fault = f"{of_commands}: an option of the command line, without effect in load(); leave it out"
+    fault = f"{of_commands}: an option of commands alone, which load() does not take; leave it out"
     require(not of_commands, fault)
     if config is not None and options:
         raise ValueError("load() takes a config or options; use dataclasses.replace(config, ...)")

@@ -83,7 +83,8 @@ def loader_of(module: str) -> Callable[..., Any]:
     name, _, function = module.partition(":")
     if not function:
         return load_module(name).load_method
-    sys.path.append(os.getcwd())
+    if os.getcwd() not in sys.path:  # as in an installed command
+        sys.path.append(os.getcwd())
     try:
         return getattr(import_module(name), function)
     except (ImportError, AttributeError) as error:
