@@ -6,9 +6,6 @@ merged steps run here on a CPU, where they compute what their parts do.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends.cpp.layers import Program, missing_step, steps_of
-from backends.fusions import MergedLayers, fuse
+from backends.cpp.layers import missing_step, steps_of
+from backends.fusions import MergedLayers
 from eagle_draft import EagleConfig
 from families import FAMILIES
 from files import registry
@@ -27,13 +24,12 @@ from files.config import read_config
 from files.eagle_variants import Eagle3Variant
 from files.heads import make_head
 from files.rank import Rank
-from helpers import COMPILER
 from kv_cache import KVCache, Window, by_shape
 from model import ModelConfig, Transformer, run_layers, windows_of
-from models.steps import AddShared, Scale
+from models.steps import AddShared
 from reference import TORCH, choose, use_backend
 from run.tp import SumRanks, cuts_of, with_sums
-from steps import Add, Copy, Project, Rows, Step, run_steps
+from steps import Project, Rows, Step, run_steps
 
 LLAMA = ModelConfig(64, 3, 4, 2, 16, 96, 50)
 MORE = {
@@ -127,30 +123,6 @@ def by_pytorch(model: nn.Module, config: ModelConfig) -> list[Rows]:
     return found
 
 
-def by_cpp(model: nn.Module, config: ModelConfig, behind: int, register: str) -> Tensor:
-    """A register behind a step, of a pass of all steps in one call, in bf16."""
-    begin = (
-        []
-        if not isinstance(model, Transformer)
-        else [Copy("embedded", "stream"), Copy("embedded", "h")]
-    )
-    places = [*((step, model, -1) for step in begin), *places_of(model)]
-    here = len(begin) + behind + 1
-    places.insert(here, (Copy(register, "features"), *places[here - 1][1:]))
-    places.append((Copy("features", "h"), *places[-1][1:]))
-    rows, embedding = begun(model)
-    parts = [((step,), owner, layer) for step, owner, layer in places]
-    scale = getattr(config, "embedding_scale", 1.0)
-    program = Program(parts, embedding, model.ropes, scale).prepared
-    tokens = torch.arange(B * T).view(B, T) % 50
-    features = torch.zeros(B, T, 64) if "features" not in rows.named else rows.get("features")
-    parents = torch.arange(T).expand(B, T).contiguous()
-    inputs = (tokens, features.bfloat16(), parents, positions())
-    cache = empty_cache(config)
-    k, v, _ = cache.for_cpp()
-    return torch.ops.gpt_eagle.head_step(program, *inputs, k, v, *tree_window()[:3])
-
-
 @cache
 def config_of(name: str) -> ModelConfig:
     """The config that is read from the file of transformers' model."""
@@ -165,30 +137,6 @@ def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
         return filled(Transformer(config_of(name))), config_of(name)
     config = HEADS[name]
     return filled(make_head(config)), config.model
-
-
-# the operator that runs a part of a list has no states: test_families.py of tests/files compares passes
-RECURRENT = ("Qwen3.5", "Qwen3-Next", "LFM2")
-IN_PARTS = [name for name in (*MODELS, *HEADS) if not name.startswith(RECURRENT)]
-
-
-@COMPILER
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_cpp_has_the_rows_of_pytorch_behind_every_step(name):
-    """Bit for bit. In the first list of a head all registers are in use, so there its end is compared."""
-    model, config = model_of(name)
-    wanted = by_pytorch(model, config)
-    first = max(len(model.first) - 1, 0)
-    for behind in range(first, len(wanted)):
-        added = isinstance(places_of(model)[behind][0], (Add, Scale))
-        for register in ("stream",) if added else ("stream", "h"):  # C++ adds in place
-            want = getattr(wanted[behind], register)
-            got = by_cpp(model, config, behind, register)
-            assert got.numel() == want.numel(), (behind, register)
-            differ = (
-                (got != want.bfloat16().view_as(got)).flatten(1).any(1).nonzero().flatten().tolist()
-            )
-            assert not differ, (places_of(model)[behind][0], register, differ)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *HEADS])
@@ -232,11 +180,6 @@ def test_segments_of_one_kind_are_equal():
         assert len({segment.steps for segment in fused.segments}) == kinds, name
 
 
-def test_a_list_that_nothing_merges_stays_as_it_is():
-    steps = [Copy("stream", "h"), Copy("h", "stream")]
-    assert fuse(steps, "") == tuple(steps)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_add_up_what_they_share(name):
     """A sum for each sublayer, in front of what reads the stream; and each weight is split one way."""
@@ -274,13 +217,6 @@ def test_a_step_without_cpp_leaves_its_model_to_pytorch():
     assert not torch.equal(model(*[torch.zeros(1, 3, dtype=torch.long)] * 2), want)
 
 
-def test_a_register_that_cpp_lacks_leaves_its_model_to_pytorch():
-    model, _ = model_of("LLaMA, as it is")
-    assert not missing_step(steps_of(model))
-    model.last = (Copy("h", "kernel"), *model.last)
-    assert missing_step(steps_of(model))
-
-
 # ------------------------------------------------------------------------------------- the registry
 
 
@@ -291,17 +227,3 @@ def test_every_row_loads_and_describes_itself():
     assert registry.row_of(None, "qwen3").name == "Qwen3ForCausalLM"
     assert registry.row_of(["LlamaModel"], "llama").name == "LlamaForCausalLM"
     assert registry.row_of(["FooForCausalLM"], "llama") is None
-
-
-def test_an_architecture_that_nobody_has_described_is_refused_before_torch(tmp_path):
-    keys = {"architectures": ["FooForCausalLM"], "model_type": "foo"}
-    (tmp_path / "config.json").write_text(json.dumps(keys))
-    code = (
-        "import sys; from pathlib import Path; from files.registry import check_architecture\n"
-        "try: check_architecture(Path(sys.argv[1]))\n"
-        "except ValueError as error: print(error, 'torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
-    said = run.stdout.strip()
-    assert "architecture FooForCausalLM is not supported" in said, run.stderr
-    assert said.endswith('docs/CONTRIBUTING.md, "A model", says how to add one False')
