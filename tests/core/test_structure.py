@@ -14,12 +14,8 @@ from pathlib import Path
 import pytest
 from test_options import run_without
 
-import model
 import options
 from helpers import FOLDERS
-from run import library
-from run.load import load
-from run.options import DEMO
 
 ROOT = options.ROOT
 # from the ground up; a module may import its own folder's modules and those of lower floors
@@ -101,29 +97,6 @@ def test_no_circle(arrows):
     assert set(order.static_order()) >= set(arrows) - PACKAGES
 
 
-def test_the_ground_floor_imports_no_torch():
-    """It is read before torch is imported, so that a mistake is answered at once."""
-    ground = {name: tree for name, tree in modules().items() if floor(name) == 0}
-    assert ground
-    for name, tree in ground.items():
-        assert not imports(tree, {"torch", "numpy"}), name
-
-
-def test_every_import_is_followed():
-    text = """
-import a
-def f():
-    from b import c
-    import_module("d.e")
-    importlib.import_module("g")
-    load_module("i")
-if __name__ == "__main__":
-    import h
-"""
-    known = {"a", "b", "b.c", "d.e", "g", "h", "i"}
-    assert imports(ast.parse(text), known) == known - {"h"}
-
-
 def test_folders_need_only_what_they_say(arrows):
     """A folder imports flat files, and the folders that its `NEEDS` name: each else may be missing."""
     for name, found in arrows.items():
@@ -190,28 +163,7 @@ def test_names_of_files_in_the_text_are_true():
         assert not unknown, (file.name, unknown)
 
 
-def test_notes_go_through_logging():
-    """`base.io.log_note` is the way, so that a Python caller can silence them; programs may print."""
-    runtime = [f for f in sources() if "scripts" not in f.parts]
-    assert [f.name for f in runtime if '"note: ' in f.read_text(encoding="utf-8")] == ["parsing.py"]
-
-
 # ---------------------------------------------------------------------------------------- what runs
-
-
-@pytest.mark.parametrize(
-    "own", [{}, {"quant": "int8"}, {"quant": "int4"}, {"draft": "none"}], ids=str
-)
-def test_what_one_edits_is_what_runs(monkeypatch, own):
-    """With compile=False, as with --plain, the modules of model.py run, in every format."""
-
-    def edited(*inputs):
-        raise RuntimeError("Layer.forward was edited")
-
-    monkeypatch.setattr(model.Layer, "forward", edited)
-    options = {"checkpoint": DEMO, "max_new_tokens": 4, "device": "cpu", "compile": False}
-    with pytest.raises(RuntimeError, match="was edited"):
-        library.generate(load(**options, **own), [[5]])
 
 
 def test_steps_change_records_as_every_torch_compiles_it():
