@@ -210,16 +210,6 @@ def test_pages_have_commands():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", [
-    "generate.py --no_such_option 1", "generate.py --quant int5", "quantize.py --out", "scripts/serve.py --no_such_option",
-    "scripts/measure.py speed --methods none,eagle:ngram_tokens=6", "scripts/measure.py speed --options no_such_option=1",
-    "scripts/train/train_eagle.py --steps many",
-])  # fmt: skip
-def test_a_command_that_cannot_be_typed_is_found(line, monkeypatch):
-    with pytest.raises((SystemExit, AssertionError)):
-        check_command(Command("", (), tuple(line.split())), monkeypatch)
-
-
 # --------------------------------------------------------------------------------- options, variables
 
 
@@ -260,13 +250,3 @@ def test_variables_in_pages_exist():
     for command in commands():
         for name in set(command.variables) - OF_OTHERS:
             assert any(re.search(rf"\b{name}\b", text) for text in texts.values()), command
-
-
-def test_names_in_the_pages_on_the_code_exist():
-    """The two pages that follow a request and a weight name classes and functions."""
-    text = "\n".join(file.read_text(encoding="utf-8") for file in code())
-    for page in (ROOT / "docs").glob("life-of-*.md"):
-        spans = SPAN.findall(page.read_text(encoding="utf-8"))
-        names = [span.rpartition(".")[2] for span in spans if re.fullmatch(r"[\w.]+", span)]
-        assert len(names) > 20
-        assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
