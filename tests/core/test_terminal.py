@@ -48,22 +48,9 @@ def test_lines_break_between_words(monkeypatch, length):
     ]
 
 
-def test_a_word_that_moves_keeps_its_colour(monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
-    wrapped = Wrapped()
-    shown = "".join(map(wrapped.push, ["\x1b[32mfifteen letters wo", "rds\x1b[0m"]))
-    assert shown == "\x1b[32mfifteen letters wo\x1b[2D\x1b[K\n\x1b[32mwords\x1b[0m"
-
-
 def test_a_text_that_fits_stays_as_it_is(monkeypatch):
     """Letters of two columns count as such; those without a column take none."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     text = "fits\n\n    as it is\n\ttab\n中文字字字字字字字字\ne\u0301e\u0301 16 letters, too\n"
     assert Wrapped().push(text) == text
     assert Wrapped().push("ab 中文字字字字字字字") == "ab \n中文字字字字字字字"
-
-
-def test_notes_are_narrower_than_a_wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert Wrapped(most=WIDTH).push(TEXT).splitlines()[0].rstrip() == "The quick brown fox"
-    assert Wrapped().push(TEXT) == TEXT
