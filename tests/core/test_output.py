@@ -9,7 +9,6 @@ import json
 import os
 import stat
 import sys
-import threading
 
 import pytest
 
@@ -103,16 +102,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, linked):
         replace_file(link if linked else file, write)
     assert file.read_text() == "old" and link.is_symlink()
     assert os.listdir(file.parent) == ["file"] and modes == [0o600]
-
-
-def test_a_queue_is_written_into(tmp_path):
-    queue, read = tmp_path / "queue", []
-    os.mkfifo(queue)
-    reader = threading.Thread(target=lambda: read.append(queue.read_text()), daemon=True)
-    reader.start()
-    write_text(str(queue), "text")
-    reader.join(10)
-    assert read == ["text\n"] and stat.S_ISFIFO(queue.lstat().st_mode)
 
 
 def test_a_device_stays_a_device(tmp_path, monkeypatch):
