@@ -41,14 +41,6 @@ def test_a_conversation(smollm2, dtype):
     )
 
 
-def test_a_system_message_changes_the_answer(smollm2):
-    plain, told = (
-        generate(load(chat="", max_new_tokens=20, system=system), [ESSAY])
-        for system in ("", "You are a pirate. Answer as one.")
-    )
-    assert told.prompt_tokens != plain.prompt_tokens and told.text != plain.text
-
-
 @pytest.mark.parametrize("quant, temperature", [
     ("none", 1.0), *slow([("none", 0.0), ("int8", 0.0), ("int4", 0.0)]),
 ])  # fmt: skip
