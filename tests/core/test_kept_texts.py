@@ -20,9 +20,6 @@ from helpers import (
     golden_target,
 )
 from reference import TORCH
-from run.load import load
-from run.observer import Observer
-from run.options import DEMO
 from run.session import Session
 from run.warm_up import _prefill_each_width, time_cycle
 
@@ -125,9 +122,3 @@ def test_a_turn_that_is_ended_early_is_kept():
     session.release(0)
     session.release(0)
     assert texts_of(kept) == [session.history[0]] and len(session.history[0]) > len(PROMPTS[0])
-
-
-def test_loading_a_lookup_keeps_texts():
-    options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 4}
-    assert load(**options).policy.kept is not None, "lookup beside the bundled head"
-    assert type(load(**options, draft="eagle", tree="chain").policy) is Observer
