@@ -84,13 +84,3 @@ def test_every_drafter_gives_the_same_bits(quant):
     for rule in RULES.values():
         found = [scored(engine, rule, 5) for engine in engines]
         assert found[0] == found[1] == found[2] and len(found[0][0]) == 24
-
-
-def test_nobody_pays_where_nobody_asks(monkeypatch):
-    monkeypatch.setattr("drafts.logprobs.scored", None)
-    engine = engine_for(golden_target(), make("dynamic"), **OPTIONS)
-    session = Session(engine)
-    logprobs = Logprobs(engine.target)
-    session.observers.append(logprobs)
-    list(session.decode_turn([IDS]))
-    assert logprobs.take(0) == []
