@@ -7,17 +7,14 @@ test_weights.py of tests/cpu.
 from __future__ import annotations
 
 import json
-import shutil
 from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import helpers
 from backends.experts import experts_linear
-from files.weights import load_model
 from helpers import COMPILER, Mixture, golden_head, golden_target, rounded, slow
 from model import ModelConfig
 from reference import TORCH, choose, use_backend
@@ -147,17 +144,6 @@ def told(capsys, program, *argv) -> str:
     return helpers.refused(capsys, program, [str(a) for a in argv])
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_missing_experts_are_named(mixtral, narrow):
-    name = EXPERT + "w3.weight"
-    file = mixtral / index_of(mixtral)[name]
-    held = load_file(file)
-    del held[name]
-    save_file(held | ({name: torch.ones(96, 63)} if narrow else {}), file, {"format": "pt"})
-    with pytest.raises(ValueError, match=name):
-        load_model(mixtral)
-
-
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_missing_shard_is_one_line_and_status_2(mixtral, tmp_path, capsys, indexed):
     """Every command that reads a checkpoint names the file, or the first weight that no file has."""
@@ -174,14 +160,3 @@ def test_a_missing_shard_is_one_line_and_status_2(mixtral, tmp_path, capsys, ind
     if indexed:
         line = ("--checkpoint", mixtral, "--quant", "int8", "--out", out)
         assert rule in told(capsys, run_quantize.main, *line) and not out.exists()
-
-
-def test_files_count_and_not_the_index(mixtral, tmp_path):
-    """An index that forgets an expert whose file it names for other tensors loses nothing."""
-    out = shutil.copytree(mixtral, tmp_path / "whole")
-    index = index_of(out)
-    kept = {name: file for name, file in index.items() if not name.startswith(EXPERT + "w1")}
-    assert set(kept.values()) == set(index.values())
-    (out / INDEX).write_text(json.dumps({"weight_map": kept}))
-    got, want = (load_model(path).layers[1].w13.weight for path in (out, mixtral))
-    assert torch.equal(got, want)
