@@ -6,7 +6,6 @@ Logits against transformers, of every architecture: test_families.py.
 import itertools
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,12 +16,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import backends.cpp.pages
 import files.weights
-from backends.cpp.pages import HUGE_PAGE, HugePages
 from families import PLAIN, YARN
 from files.config import config_from, read_config
 from files.weights import load_model
 from helpers import GOLDEN, Operators
-from kv_cache import KVCache, Window, causal_window
 from model import RotaryEmbeddings, rope_frequencies
 from model import read_config as read_plainly
 from quantize import Linear, Quantization
@@ -40,25 +37,10 @@ def gqa(tmp_path_factory) -> Path:
     return path
 
 
-def empty_cache(model, batch, slots):
-    return KVCache.empty(model.config, batch, slots, torch.float32, "cpu")
-
-
-@torch.no_grad()
-def feed(model, cache, tokens, start):
-    """Run consecutive tokens from slot `start` ([B]) on. Returns: features [B, T, F]."""
-    window = causal_window(start, tokens.shape[1])
-    return model(tokens, window.slots, cache, window)
-
-
 @torch.no_grad()
 def causal(model, tokens):
     """Features of a pass without a cache. tokens: [T]. Returns: [T, F]."""
     return model(tokens[None], torch.arange(len(tokens))[None])[0]
-
-
-def close(a, b, atol=1e-5):
-    torch.testing.assert_close(a, b, atol=atol, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------- config
@@ -137,88 +119,6 @@ def test_ids_that_end_a_sequence(gqa, tmp_path):
     assert read_config(tmp_path).eos_ids == (7, 0)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
     assert read_config(tmp_path).eos_ids == (7, 0, 9)
-
-
-# -------------------------------------------------------------------------------------------- trees
-
-# one bushy tree, one with a path of six nodes
-PARENTS = [[0, 0, 0, 1, 1, 2, 4, 0], [0, 0, 1, 2, 3, 4, 1, 6]]
-PREFIX = [9, 5]  # tokens before the root
-
-
-def ancestry(parents, node):
-    """The nodes from the root to `node`."""
-    path = [node]
-    while path[0] != 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
-class Verification(NamedTuple):
-    """Two prefixes and a tree below each, run in one pass."""
-
-    cache: KVCache
-    features: torch.Tensor  # [2, N, F]
-    prompts: list[torch.Tensor]
-    tokens: torch.Tensor  # [2, N]
-
-
-@torch.no_grad()
-def verify_trees(model):
-    """Prefill both rows, then run both trees: node i in slot start + i, at position start + depth."""
-    torch.manual_seed(1)
-    N, start = len(PARENTS[0]), torch.tensor(PREFIX)
-    prompts = [torch.randint(0, 96, (n,)) for n in PREFIX]
-    tokens = torch.randint(0, 96, (2, N))
-    mask, depths = torch.zeros(2, N, N, dtype=torch.bool), torch.zeros(2, N, dtype=torch.long)
-    for row, parents in enumerate(PARENTS):
-        for node in range(N):
-            path = ancestry(parents, node)
-            mask[row, node, path] = True
-            depths[row, node] = len(path) - 1
-    cache = empty_cache(model, 2, max(PREFIX) + N)
-    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    feed(model, cache, padded, torch.zeros(2, dtype=torch.long))
-    window = Window(start[:, None] + torch.arange(N), start, mask)
-    features = model(tokens, start[:, None] + depths, cache, window)
-    return Verification(cache, features, prompts, tokens)
-
-
-def test_a_tree_equals_its_paths(gqa):
-    model = load_model(gqa)
-    _, features, prompts, tokens = verify_trees(model)
-    for row, parents in enumerate(PARENTS):
-        for node in range(len(parents)):
-            path = ancestry(parents, node)
-            alone = causal(model, torch.cat((prompts[row], tokens[row, path])))
-            close(features[row, path], alone[PREFIX[row] :])
-
-
-# accepted nodes per row (root first), and the offsets that they are compacted from: past the path rows stay put
-ACCEPTED = {
-    "deep": ([[0, 1, 4, 6], [0, 1, 2, 3, 4, 5]], [[0, 1, 4, 6, 4, 5], [0, 1, 2, 3, 4, 5]]),
-    "jumps": ([[0, 2, 5], [0, 1, 6, 7]], [[0, 2, 5, 3, 4, 5], [0, 1, 6, 7, 4, 5]]),
-    "rejected": ([[0], [0, 1]], [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]),
-    "leaf": ([[0, 7], [0]], [[0, 7, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]),
-}
-
-
-@pytest.mark.parametrize("accepted", ACCEPTED)
-def test_decoding_goes_on_after_compaction(gqa, accepted):
-    model, (paths, offsets) = load_model(gqa), ACCEPTED[accepted]
-    cache, _, prompts, tokens = verify_trees(model)
-    cache.compact(torch.tensor(PREFIX), torch.tensor(offsets))
-    kept = [torch.cat((prompts[row], tokens[row, path])) for row, path in enumerate(paths)]
-    for row, sequence in enumerate(kept):
-        clean = empty_cache(model, 1, len(sequence))
-        feed(model, clean, sequence[None], torch.zeros(1, dtype=torch.long))
-        for ours, theirs in zip((*cache.k, *cache.v), (*clean.k, *clean.v), strict=True):
-            close(ours[row, :, : len(sequence)], theirs[0])
-    start = torch.tensor([len(s) for s in kept])
-    more = torch.randint(0, 96, (2, 2))
-    features = feed(model, cache, more, start)
-    for row, sequence in enumerate(kept):
-        close(features[row], causal(model, torch.cat((sequence, more[row])))[-2:])
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -303,15 +203,6 @@ def refused(directory):
     return message
 
 
-def test_a_missing_directory_or_file_is_named(parts, tmp_path):
-    config, weights = parts
-    assert "nowhere" in refused(tmp_path / "nowhere")
-    assert "config.json" in refused(write_model(tmp_path / "a", weights))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
-    assert "model.safetensors" in refused(tmp_path / "b")
-
-
 @pytest.mark.parametrize("layout", ["safetensors-sharded", "bin"])
 def test_weights_that_do_not_fit_are_named(parts, write, layout):
     _, weights = parts
@@ -370,19 +261,6 @@ def test_weights_lie_behind_each_other_in_huge_pages(quant, monkeypatch):
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
-def test_large_tensors_have_regions_of_their_own(monkeypatch):
-    """So that one that is dropped is freed."""
-    monkeypatch.setattr(backends.cpp.pages, "REGION", HUGE_PAGE)
-    large = torch.ones(HUGE_PAGE + 1, dtype=torch.uint8)
-    small = [torch.ones(n, dtype=torch.uint8) for n in (HUGE_PAGE // 2, 0, HUGE_PAGE // 2 - 64, 65)]
-    pages = HugePages()
-    a, b, c, d, e = (pages.empty(t.shape, t.dtype).copy_(t) for t in (small[0], large, *small[1:]))
-    assert all(torch.equal(x, y) for x, y in zip((a, b, c, d, e), (small[0], large, *small[1:])))
-    owners = [t.untyped_storage().data_ptr() for t in (a, d, b, e)]
-    assert owners[0] == owners[1] and len(set(owners)) == 3
-    assert b.data_ptr() % HUGE_PAGE == e.data_ptr() % HUGE_PAGE == 0
-
-
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows,product", [(3, "linear_halves"), (65, "aten::mm.dtype")])
@@ -416,19 +294,3 @@ PLAIN_MODELS = ["target_llama_mha", "target_llama31_gqa8", "target_mixtral"]
 def test_the_flat_reader_reads_what_the_strict_one_does(name):
     path = GOLDEN / "models" / name
     assert read_plainly(json.loads((path / "config.json").read_text())) == read_config(path)
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "the architecture must be one of"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu; it is gelu"),
-        ({"vocab_size": None}, "config.json lacks the keys vocab_size"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "the RoPE type must be one of default, linear"),
-        ({"rope_scaling": {"type": "linear"}}, "RoPE scaling linear needs the keys factor"),
-    ],
-)
-def test_the_flat_reader_refuses_what_it_does_not_know(changes, says):
-    raw = json.loads((GOLDEN / "models" / "target_llama_mha" / "config.json").read_text())
-    with pytest.raises(ValueError, match=says):
-        read_plainly(raw | changes)
