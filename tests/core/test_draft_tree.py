@@ -11,9 +11,7 @@ import torch
 from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree
 from drafters import DraftInputs, TreeDrafter
 from drafts.ngram_draft import add_chain
-from drafts.residual import sample_children
-from eagle_draft import EagleDrafter
-from helpers import golden_case, golden_head, golden_target, no_candidates, order_of, text_with
+from helpers import golden_case, no_candidates, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
 from reference import (
@@ -23,7 +21,6 @@ from reference import (
     compaction,
     joined,
     path_to,
-    root_tree,
     select_nodes,
 )
 from run.tree_paths import read_tree
@@ -101,13 +98,6 @@ def test_build_tree_and_paths(size):
             assert path[b].tolist() == line + [0] * (size - len(line))
 
 
-def test_root_tree():
-    tree = root_tree(text_with(torch.tensor([7, 0])))
-    assert tree.tokens.tolist() == [[7], [0]]
-    assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
-    assert tree.mask.all() and tree.valid.all() and tree.extra is None
-
-
 # --------------------------------------------------------------------------------------- acceptance
 
 
@@ -127,34 +117,6 @@ def test_accept(size, vocab):
         assert accepted.emitted[b, :end].tolist() == emitted
         lengths.add(end)
     assert len(lengths) > 2 or size < 7  # the trees were not all rejected
-
-
-# tokens, parents and validity of the nodes; the target's choice after each -> the accepted path
-BY_HAND = {
-    "only the root": ([5], [0], [1], [3], [0]),
-    "nothing: node 3 matches, its parent does not": ([1, 2, 3, 4], [0, 0, 0, 1], [1] * 4, [9, 4, 9, 9], [0]),
-    "everything": ([1, 2, 3, 4], [0, 0, 1, 2], [1] * 4, [2, 3, 4, 8], [0, 1, 2, 3]),
-    "an invalid first node": ([1, 2, 3, 4], [0, 0, 1, 2], [1, 0, 1, 1], [2, 3, 4, 8], [0]),
-    "an invalid node inside": ([1, 2, 3, 4], [0, 0, 1, 2], [1, 1, 0, 1], [2, 3, 4, 8], [0, 1]),
-    "padding with the token of a real node behind it": ([1, 2, 2], [0, 0, 0], [1, 0, 1], [2, 5, 6], [0, 2]),
-    "of equal siblings the lowest": ([1, 3, 2, 2, 2], [0] * 5, [1] * 5, [2, 9, 7, 8, 6], [0, 2]),
-    "the deepest path, below the second of equal siblings": ([1, 2, 2, 5], [0, 0, 0, 2], [1] * 4, [2, 5, 5, 6], [0, 2, 3]),
-    "token 0": ([0, 0, 0], [0, 0, 1], [1] * 3, [0, 0, 0], [0, 1, 2]),
-    "token 0, not chosen": ([0, 0, 0], [0, 0, 1], [1] * 3, [1, 0, 0], [0]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-@pytest.mark.parametrize("spare", [0, 1])
-def test_accept_by_hand(name, spare):
-    tokens, parents, valid, choice, path = BY_HAND[name]
-    depth = len(tokens) - 1 + spare
-    tree = build_tree(*(torch.tensor([x]) for x in (tokens, parents, [*map(bool, valid)])), depth)
-    accepted = accepted_by_both(tree, torch.tensor([choice]), depth)
-    end = len(path)
-    assert accepted.length.tolist() == [end - 1]
-    assert accepted.path.tolist() == [path + [0] * (depth + 1 - end)]
-    assert accepted.emitted[0, :end].tolist() == [choice[node] for node in path]
 
 
 # --------------------------------------------------------------------------------------- compaction
@@ -243,14 +205,6 @@ def grown(shape, root, tokens, scores):
 
 def pool_size(depth, K):
     return K + (depth - 1) * K * K
-
-
-@pytest.mark.parametrize("depth, K, size", [(1, 10, 10), (6, 10, 510), (4, 4, 52)])
-def test_pool_size(depth, K, size):
-    assert pool_size(depth, K) == size == DynamicTree(depth, K, size + 1).size - 1
-    said = f"{size + 2} nodes needs {size + 1} candidates; depth {depth} and top-k {K} give {size} .*lower"
-    with pytest.raises(ValueError, match=said):
-        DynamicTree(depth, K, size + 2)
 
 
 def random_levels(rng, batch, depth, K, cut=0.0):
@@ -373,39 +327,6 @@ def test_graft():
                 ours.valid[b].tolist(),
             ) == tree
     assert min(met.values()) > 50, met
-
-
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(
-    "shape", [DynamicTree(3, 3, 10), StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 0)))], ids=str
-)
-def test_traced_growth(shape):
-    tokens, scores = random_levels(random.Random(6), 3, 3, 3, cut=0.2)
-
-    def outputs(frontier, out):
-        return out[:, :1].expand(-1, frontier.tokens.shape[1], -1)
-
-    table = Table(shape, None, outputs)
-
-    def growth(root, tokens, scores):
-        def children(out, level):
-            rows = out.shape[1]
-            k = table.tree.plan[level].k
-            return Children(tokens[level][:, :rows, :k], scores[level][:, :rows, :k])
-
-        table.found = children
-        return table.propose((), DraftInputs(None, text_with(root)))
-
-    inputs = torch.tensor([1, 2, 3]), tokens, scores
-    ours = torch.compile(growth, fullgraph=True, dynamic=False)(*inputs)
-    for x, y in zip(ours[:7], growth(*inputs)):
-        assert torch.equal(x, y)
-
-
-def test_children_of_a_dynamic_tree_are_not_sampled():
-    head, target, tree = golden_head(), golden_target(), DynamicTree(2, 3, 5)
-    with pytest.raises(ValueError, match="dynamic tree cannot be sampled"):
-        sample_children(EagleDrafter(head, target, tree))
 
 
 # ------------------------------------------------------------------------------------- static trees
