@@ -19,31 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import backends.attention
 import backends.triton.functions
-import reference
 import run.clock
-from decode import REPORT, build_cycles
-from draft_tree import DynamicTree, StaticTree
+from decode import build_cycles
+from draft_tree import DynamicTree
 from drafters import RootOnly
 from drafts.by_value import beside
-from drafts.model_draft import ModelDrafter
 from eagle_draft import EagleDrafter
 from helpers import (
-    COMPILER,
     compiled_as_on_cuda,
     decode,
     engine_for,
     fresh,
     golden_head,
     golden_target,
-    noisy_copy,
 )
 from model import Transformer
 from models.mixtures import Qwen
-from run.clock import TimedResult, with_times
 from run.load import set_cuda_device
 from run.session import Session
 from run.warm_up import warm_up
-from runtime import Replay, compiled, copy_into, tensors_of
+from runtime import Replay, copy_into, tensors_of
 from sampling import SamplingMode
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
@@ -92,14 +87,6 @@ def test_no_step_of_a_cycle_waits(temperature, version):
             copy_into(session.state, state)
 
 
-@pytest.mark.parametrize(
-    "wait", [lambda x: x.sum().item(), torch.nonzero, lambda x: x[x > 1], lambda x: bool(x[0] > 0)]
-)
-def test_waiting_is_noticed(wait):
-    with pytest.raises(AssertionError, match="wait"), NoWaiting():
-        wait(torch.arange(3))
-
-
 def test_buffers_stay_where_they_are():
     """A session leaves its buffers to the next one; their addresses never change, and nothing of it is left."""
     engine = fresh(sized_engine(1.0), captured=True)
@@ -128,38 +115,6 @@ def test_prompts_run_in_passes_of_two_widths():
     ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
     runs = {(width, seq, SamplingMode.GREEDY, 2) for width, seq in ((256, 0), (64, 0), (64, 1))}
     assert ran == runs, "width, sequence, mode, preset"
-
-
-@pytest.mark.slow  # 20 seconds in the compiler
-@COMPILER
-def test_compiled_steps_compact_the_buffers_themselves(monkeypatch):
-    """As on CUDA, by the operator, whose kernel writes where the table says: were it given copies of the buffers, as
-    the compiler makes them where it cannot work in place, what it moves would be lost.
-    """
-    target, prompts = golden_target(), [PROMPT, PROMPT[::-1]]
-    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
-    options = {"batch_size": 2, "max_new_tokens": 40, "ignore_eos": True}
-    want = decode(engine_for(target, RootOnly(), **options), *prompts).history
-    moved, plain = [], reference.compact
-
-    def compact(buffers, addresses, start, path):
-        moved.append(tuple(b.data_ptr() for b in buffers))
-        plain(buffers, addresses, start, path)
-
-    monkeypatch.setattr("backends.library._cpp_available", [False])
-    drafter = ModelDrafter(noisy_copy(target, 0.02), target, tree)
-    engine = engine_for(target, drafter, **options)
-    (cycle,) = engine.cycles[SamplingMode.GREEDY]
-    backend = replace(cycle.backend, compact=backends.triton.functions.compact)
-    cycle.backend = backend
-    drafter.use(backend)
-    for step in ("decide", "extend"):  # the passes around them are not what is tested
-        setattr(cycle, step, compiled(getattr(cycle, step)))
-    session = decode(engine, *prompts)
-    assert session.history == want
-    assert any(line["path"] not in ([], [1], [1, 2]) for line in session.trace), "nothing moved"
-    caches = (session.buffers.cache, session.state.drafter_state.cache)
-    assert set(moved) == {tuple(cache.addresses.tolist()) for cache in caches}
 
 
 @pytest.mark.usefixtures("traced")
@@ -275,19 +230,6 @@ def test_what_the_caller_does_is_not_decoding(clock):
     for _ in session.decode_turn([PROMPT]):
         clock[0] += 5
     assert session.stats.decode_s == 0
-
-
-def test_without_a_clock_of_the_device_the_host_tells_the_time(clock):
-    """As on CUDA without Triton."""
-    engine = engine_for(golden_target(), RootOnly())
-    for ended, seconds in ((0, 2), (10**9, 1)):
-        report = torch.zeros(1, 1 + len(REPORT), dtype=torch.long)
-        report = with_times(report, [0, 0, 0, ended])
-        session = Session(engine, host_lag=1)
-        result = TimedResult(report, 0, None)
-        result.began_s = time.perf_counter() - 2
-        result.read()
-        assert session._seconds(result) == seconds
 
 
 @pytest.mark.usefixtures("traced")
