@@ -32,7 +32,6 @@ from helpers import (
     golden_head,
     golden_run,
     golden_target,
-    in_turn,
     noisy_copy,
     record,
     with_children,
@@ -106,26 +105,6 @@ def test_lookup_equals_a_plain_search(ngram):
                 assert bool((match_lengths(text, ngram.max)[b] >= ngram.min).any()) == bool(want)
                 matched += bool(want)
     assert 100 < matched < 320, "both cases must have been met"
-
-
-@pytest.mark.parametrize(
-    "row, want",
-    [
-        ([7] * 6, [[7, 7, 7, 7]]),  # period 1: the copy runs into itself
-        ([0] * 6, [[0, 0, 0, 0]]),
-        ([4], []),  # nothing but the root
-        ([1, 2, 3, 4, 5], []),
-        ([1, 2, 3, 3], [[3, 3, 3, 3]]),  # the match is the token before the root
-        ([9, 1, 9, 2, 9], [[2, 9, 2, 9], [1, 9, 2, 9]]),  # the latest first
-        ([8, 9, 1, 7, 9, 2, 8, 9], [[1, 7, 9, 2], [2, 8, 9, 2]]),  # the longest before the latest
-        ([3, 1, 3, 1, 3], [[1, 3, 1, 3]]),  # equal continuations count once
-    ],
-)
-def test_lookup_by_hand(row, want):
-    ngram = Ngram(tokens=4, branches=2)
-    want = [tuple(chain) for chain in want]
-    assert search(row, ngram) == want, "the reference"
-    assert found(text_of(row), ngram) == want
 
 
 class Plain:
@@ -292,15 +271,6 @@ def test_kept_rows_equal_fresh_ones(tree, temperature):
         assert tree_again.parents[row, 1:].tolist() == line["parents"]
 
 
-def test_a_chain_runs_no_more_rows_than_it_must(monkeypatch):
-    """Two rows in the first pass of a cycle, one in each further; nothing is run again after acceptance."""
-    drafter = noisy("chain")
-    calls = record(monkeypatch, drafter.model, "forward")
-    session = golden_run(drafter, PROMPTS[0], max_new_tokens=40)
-    rows = [call.args[0].shape[1] for call in calls]
-    assert rows == [len(PROMPTS[0])] + [2, 1, 1, 1, 1] * len(session.stats.accept_lengths)
-
-
 def short_draft(context: int, tree: str = "chain") -> ModelDrafter:
     """The golden target itself, but the draft model ends at `context` positions."""
     target = golden_target()
@@ -323,17 +293,6 @@ def test_past_the_draft_models_context_output_goes_on_and_it_rests(monkeypatch, 
         drafting = sum(bool(line["draft_tokens"]) for line in trace)
         assert drafting == sum(line["pos"] < 24 for line in trace)
         assert len(calls) == 1 + 5 * drafting
-
-
-def test_a_later_turn_inside_the_context_drafts_again():
-    session = golden_run(short_draft(24), PROMPTS[0], max_new_tokens=30)
-    begun = len(session.trace)
-    second = [*session.history[0][:9], 4]
-    in_turn(session, second)
-    fresh = decode(session.engine, second)
-    assert session.history == fresh.history
-    drafts = [line["draft_tokens"] for line in session.trace[begun:]]
-    assert drafts == [line["draft_tokens"] for line in fresh.trace]
 
 
 def test_another_vocabulary_or_tokenizer(tmp_path):
@@ -416,11 +375,3 @@ def test_a_grafted_tree_keeps_its_size_and_holds_the_continuation(temperature):
             assert paths == drafted_paths(plain[line["pos"]]), "all nodes are EAGLE's"
     assert matched and deeper
     assert compared or temperature == 0.0
-
-
-def test_grafted_sizes_that_do_not_fit():
-    with pytest.raises(
-        ValueError,
-        match="40 looked-up tokens do not fit a tree of 20 nodes; raise NODES of --tree",
-    ):
-        Ngram().graft_on(EagleDrafter(golden_head(), golden_target(), DynamicTree(3, 4, 20)))
