@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import itertools
 import json
 import re
 import subprocess
@@ -18,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
-import sampling
 from helpers import GOLDEN, slow
 from run.library import generate
 from run.load import load
@@ -186,30 +184,6 @@ def test_without_arguments_it_prints_the_demos_text():
     assert done.stderr.endswith(" tokens/s, the same tokens\n")
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_accepted_drafts_are_in_reverse_video(plain, monkeypatch):
-    """All but the last token of a pass. The text is whole, spaces between words included."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("NO_COLOR", "1" * plain)
-    shown = example().shaded(["a"], [["b"], ["c", "d", "e"]], " ".join)
-    assert shown == ("a b c d e" if plain else "a\033[7m\033[0m b\033[7m c d\033[0m e")
-
-
-def test_text_needs_only_a_tokenizer(tmp_path, capsys):
-    """With tokenizer.json and the package tokenizers, text goes in and comes out."""
-    tokenizers = pytest.importorskip("tokenizers")
-    for file in PAIRS["eagle12"][0].iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0")
-    made = tokenizers.Tokenizer(words)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    flags = f"--checkpoint {tmp_path} --head none --max_new_tokens 6 --context 64"
-    status, out, _ = run(*flags.split(), "--prompt", "w1 w5 w17", capsys=capsys)
-    want = [1, 5, 17] + sum(engine("eagle12", "none").generate([1, 5, 17], 6, 0), [])
-    assert (status, out) == (0, " ".join(f"w{i}" for i in want) + "\n")
-
-
 # ------------------------------------------------------------------------------------------- file
 
 
@@ -230,12 +204,3 @@ def test_it_is_one_small_file():
     assert imported - set(sys.stdlib_module_names) == {"torch", "safetensors"} | texts
     top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert not any(name in ast.unparse(node) for node in top for name in texts)
-
-
-def test_noise_is_the_projects():
-    key = torch.tensor([7, 3, 2, 5])
-    one = torch.tensor
-    theirs = sampling.SamplingTensors(one([[7, 3]]), one([5]), one([2]))
-    for first, rows, vocab in itertools.product((0, 1000), (1, 5), (1, 8, 97)):
-        want = sampling.gumbel(theirs, one([first]), rows, vocab)[0]
-        torch.testing.assert_close(example().gumbel(key, one([first]), rows, vocab), want)
