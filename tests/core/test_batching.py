@@ -8,53 +8,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from test_lossless import make
 
 from drafters import RootOnly
 from files.memory import check_memory
 from helpers import (
-    decode,
     engine_for,
     golden_run,
     golden_target,
     record,
-    refused,
 )
-from run.engine import Engine
 from run.generate import main
 from run.load import load
 from run.options import DEMO, GenerateConfig
 from run.session import Session
 from run.stats import sequence_memory
-from run.warm_up import time_cycle
-from runtime import tensors_of
 from steps import Attend
 
 DEMO_IN_BF16 = {"checkpoint": DEMO, "device": "cpu", "seed": 5}
 # 16 to 60 tokens
 IDS = [[(7 * i + i * i * k) % 97 for i in range(5 + 11 * k % 60)] for k in range(1, 8)]
-
-
-def test_caching_a_prompt_leaves_the_other_rows_alone():
-    """Not a bit of their caches and of their state changes, and they cost nothing."""
-    target = golden_target()
-    session = decode(engine_for(target, make("tiny"), batch_size=3), *IDS[:3])
-    tensors = [*session.buffers.cache.k, *session.buffers.cache.v, *tensors_of(session.state)]
-    tensors = [x for x in tensors if x.shape[0] == 3]
-    session.admit(1, IDS[5], (9, 0))
-    before = [x.clone() for x in tensors]
-    calls = []
-    hook = target.register_forward_pre_hook(lambda _, inputs: calls.append(len(inputs[0])))
-    session.step()
-    hook.remove()
-    assert calls == [1], "one row is run"
-    for x, y in zip(tensors, before):
-        assert x[0].equal(y[0]) and x[2].equal(y[2])
-    assert not session.state.pos.equal(before[-1])
 
 
 def test_long_prompts_let_the_others_decode(monkeypatch):
@@ -82,21 +56,6 @@ def test_a_cycle_runs_from_the_first_busy_row_to_the_last(busy, ran, monkeypatch
     _, _, rows = calls[0].args
     starts = [len(IDS[3 + row]) if row in busy else 0 for row in ran]
     assert rows.windows[0].start.tolist() == starts
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_on_cuda_a_cycle_runs_all_rows(captured):
-    """The kernel that compacts caches reads the addresses of whole buffers."""
-    engine = SimpleNamespace(captured=captured, device=torch.device("cuda"))
-    engine.has_parts = Engine.has_parts.fget(engine)
-    assert not engine.has_parts and Engine.rows(engine, [False, True, False]) == range(3)
-
-
-def test_cycles_are_timed_with_all_rows_and_they_decode():
-    engine = engine_for(golden_target(), RootOnly(), batch_size=3)
-    assert time_cycle(engine, 0).seconds > 0
-    state = engine.free[0].state
-    assert min(state.pos.tolist()) > 200 and not state.done.any()
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -138,18 +97,6 @@ def test_memory_says_how_many_rows_fit(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_comparison_needs_caches_of_its_own(monkeypatch):
-    """Those of vanilla decoding, which are the target's."""
-    engine, plans = load(**DEMO_IN_BF16, draft="none", context=64), []
-    monkeypatch.setattr("run.stats.check_memory", lambda plan, *_: plans.append(plan))
-    for compare in (False, True):
-        sequence_memory(replace(engine, config=replace(engine.config, compare=compare)))
-    (own,) = (plans[1][name] for name in plans[1].keys() - plans[0].keys())
-    config = engine.target.config
-    assert own == plans[0]["the caches"]
-    assert own == engine.slots * 2 * 2 * config.n_kv_heads * config.head_dim * config.n_layers
-
-
 @pytest.mark.parametrize("options, context", [
     ({}, 1024), ({"batch_size": 2}, 512), ({"batch_size": 2, "compare": True}, 256),
     ({"kv": "int8"}, 1792),  # 1030 * 64 / 34, in whole steps of 256
@@ -188,8 +135,3 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch,
     with pytest.raises(ValueError, match=said):
         sequence_memory(engine)
     sequence_memory(replace(engine, context=412))
-
-
-def test_rows_that_do_not_fit_are_refused(capsys):
-    argv = [*BASE, "--batch_size", str(10**9), "--prompt", "x"]
-    assert "sequences; lower --batch_size" in refused(capsys, main, argv)
