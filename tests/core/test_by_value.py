@@ -39,7 +39,6 @@ from helpers import (
     noisy_copy,
     pairwise,
 )
-from run.library import generate
 from run.load import load
 from run.options import DEMO
 from run.session import Session
@@ -244,16 +243,6 @@ def test_costs_are_measured_once(trees, monkeypatch):
     assert len(list(trees.glob("*.json"))) == 5
 
 
-def test_costs_that_cannot_be():
-    good = {"verify": [[1, 1.0], [2, 2.0]], "level": [[1, 0.0]], "rest": [0.1, 0.2]}
-    Costs(good, presets(1, 8), 1)
-    for name, bad in itertools.product(
-        good, (None, [], [[1]], ["a"], [math.nan, 1.0], [-1.0, 1.0], [[1, math.inf]])
-    ):
-        with pytest.raises((ValueError, LookupError, TypeError)):
-            Costs(good | {name: bad}, presets(1, 8), 1)
-
-
 def test_costs_between_and_behind_measurements():
     costs = Costs(
         {"verify": [[1, 2.0], [4, 1.9], [8, 4.0]], "level": [[1, 0.1]], "rest": [0.1]},
@@ -410,26 +399,6 @@ def test_trees_by_value_change_no_token(kind, temperature, batch, grows, row, ch
     assert sizes and (row or max(sizes) > 0)
 
 
-@pairwise(kind=["eagle", "eagle 3"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True])
-def test_lookups_beside_a_head_change_no_token(kind, temperature, batch, captured):
-    """Every preset in turn, the lookup's trees among them, over prompts that repeat themselves."""
-    target = golden_target(TARGETS[kind == "eagle 3"])
-    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": batch, "seed": 3}
-    options["temperature"] = temperature
-    prompts = [prompt * 3 for prompt in PROMPTS[:batch]]
-    plain = decode(engine_for(target, RootOnly(), **options), *prompts)
-    drafter = drafter_of(kind, NgramDrafter(Ngram(4, 2)), grows=not captured)
-    names = ["none", "tree of 2", "tree of 4", "tree of 8", "tree of 9"]
-    assert [p.name for p in drafter.presets][:5] == names
-    script = Script([5, 1, 2, 0, 3, 4, 5, 2, 1])
-    engine = replace(fresh(engine_for(target, drafter, **options), captured), policy=script)
-    session = decode(engine, *prompts)
-    assert session.history == plain.history
-    assert {1, 2, 3, 5} <= set(script.ran)
-    assert max(map(max, script.every)) > 0
-    assert min(session.state.drafter_state.own.length) > 0, "the head has read"
-
-
 @pytest.mark.parametrize("rest", [30, REST])
 @pytest.mark.parametrize("kind", ["eagle", "eagle 3", "model"])
 def test_a_drafter_reads_what_it_missed(kind, rest):
@@ -475,13 +444,3 @@ def test_no_clock_decides_without_costs():
     ):
         policy.expected = expected
         assert policy.pick(limit) == want
-
-
-def test_texts_are_generated_as_without_a_draft():
-    """The first text of a process, on the clock of this machine."""
-    prompt = ["def read_lines(path):"]
-    options = {"checkpoint": DEMO, "device": "cpu", "max_new_tokens": 60}
-    assert (
-        generate(load(**options), prompt).tokens
-        == generate(load(**options, draft="none"), prompt).tokens
-    )
