@@ -18,16 +18,11 @@ import torch
 import torch.nn.functional as F
 
 import heads
-import quantize
 import sampling
 from backends.fusions import NEXT_READER, AddNorm, MergedModel
-from backends.library import has_cpu_operators
-from backends.weight import Embedding
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
-from drafts.block_draft import UNSELECTED, BlockDrafter, BlockHead, load_head
-from drafts.block_heads import BlockConfig
-from drafts.by_value import beside
+from drafts.block_draft import UNSELECTED, BlockHead, load_head
 from drafts.level_draft import tree_of
 from drafts.parallel_eagle import ParallelEagleDrafter
 from drafts.residual import sample_children
@@ -57,7 +52,7 @@ from helpers import (
 from run.load import load
 from run.options import GenerateConfig
 from scripts.train.losses import block_losses, pick_anchors
-from scripts.train.train_block import BlockTrainConfig, draft_blocks, make_head, tapped_layers
+from scripts.train.train_block import BlockTrainConfig, draft_blocks, make_head
 from scripts.train.train_block import write_files as write_trained
 
 STEPS = 32  # of training
@@ -141,19 +136,6 @@ def test_lilicorr_scores_the_lattice(tmp_path):
     assert (alone.pairs - out.pairs).abs().max() > 0.1
 
 
-def test_the_nodes_of_a_level_have_their_own_scores(tmp_path):
-    """Of a tree with fewer levels, too. Behind a token outside of the lattice all of its tokens have one score."""
-    drafter = made(tmp_path, "lilicorr", tree=StaticTree.chain(2))
-    state, inputs = next(drafts(drafter))
-    out, _ = drafter.root_output(state, inputs)
-    outside = min({*range(9)} - {*out.ids[0, 0].tolist()})
-    tokens = torch.tensor([[int(out.ids[0, 0, 3]), outside]])
-    out = drafter.forward_nodes(state, SimpleNamespace(tokens=tokens), out, None, None)
-    z = drafter.logits(out, 1)[0]
-    assert torch.equal(z[:, out.ids[0, 1]], torch.stack((out.pairs[0, 1, 3], torch.zeros(4))))
-    assert (z > -1e29).sum() == 8
-
-
 @pytest.mark.parametrize("depth", [1, LEVELS])
 def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
     """Its masks see the confirmed tokens and the masks before them."""
@@ -169,56 +151,6 @@ def test_peagle_drafts_all_levels_in_one_pass(depth, tmp_path):
         chain = drafter.propose(state, inputs).tokens[0, 1:]
         best = official["peagle.logits"][number, :depth].argmax(-1)
         assert chain.tolist() == DRAFTED[best].tolist()
-
-
-def test_a_selector_over_some_tokens(tmp_path):
-    """As GGUF files may have it: the tables have rows for all tokens, the LM head for those that are drafted."""
-    rows = golden_target(TARGET).lm_head.weight.detach()[DRAFTED].clone()
-    tensors = {"lm_head.weight": rows, "d2t": DRAFTED - torch.arange(40)}
-    some = made(tmp_path, "dflash2", {"draft_vocab_size": 40}, **tensors)
-    whole = made(tmp_path, "dflash2", {"selector_top_k": 128})
-
-    def scores(drafter, state, inputs: DraftInputs) -> torch.Tensor:
-        out, _ = drafter.root_output(state, inputs)
-        before = drafter.head.token_rows(torch.tensor([[5, 40]]))
-        return drafter.logits(out._replace(before=before), 1)[0]
-
-    for (state, inputs), (other, _) in zip(drafts(some), drafts(whole)):
-        z = scores(some, state, inputs)
-        every = scores(whole, other, inputs)[:, some.vocab.ids]
-        chosen = z > -1e29
-        assert (chosen.sum(1) == 6).all()
-        assert (z - every)[chosen].abs().max() < 1e-4
-
-
-def test_factor_cap_and_scale(tmp_path):
-    """Scores are multiplied, then capped; embeddings of the block are scaled."""
-    plain, scale = (made(tmp_path, "z-lab", keys) for keys in ({}, {"input_embedding_scale": 8.0}))
-    factor = made(tmp_path, "z-lab", {"output_multiplier": 0.5, "final_logit_softcapping": 3.0})
-    for (state, inputs), (other, _) in zip(drafts(plain), drafts(factor)):
-        want = 3 * torch.tanh(plain.level_scores(state, inputs) * 0.5 / 3)
-        assert (factor.level_scores(other, inputs) - want).abs().max() < 1e-5
-    tokens = torch.tensor([[5, 127]])
-    ours, theirs = (drafter.head.embed(tokens, tokens, None).stream for drafter in (scale, plain))
-    assert torch.equal(ours, theirs * 8)
-
-
-def test_dspine_over_a_packed_lm_head_and_in_a_tree(tmp_path):
-    """Rows that are not read one by one give the same scores; so does a level of several nodes."""
-    drafter = made(tmp_path, "dspine")
-    state, inputs = next(drafts(drafter))
-    out, _ = drafter.root_output(state, inputs)
-    frontier = SimpleNamespace(tokens=torch.tensor([[5, 17, 40]]))
-    out = drafter.forward_nodes(state, frontier, out, None, None)
-    together = drafter.logits(out, 2)
-    exact = drafter.lm_head.weight.detach()
-    drafter.lm_head = SimpleNamespace(packed=True)
-    drafter.head.score = lambda hidden, lm_head: hidden @ exact.T
-    assert (drafter.logits(out, 2) - together).abs().max() < 1e-4
-    for node, token in enumerate([5, 17, 40]):
-        alone = SimpleNamespace(tokens=torch.tensor([[token]]))
-        each = drafter.forward_nodes(state, alone, out, None, None)
-        assert (drafter.logits(each, 2)[0, 0] - together[0, node]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["jetspec", "dflash", "z-lab"])
@@ -298,16 +230,6 @@ def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
     path = heads.write(tmp_path / "head", BLOCKS["dflash"])
     with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
         load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
-
-
-def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach():
-    """Fewer nodes draft a shorter block; EAGLE's, whose levels each cost a pass, stay flat (test_by_value.py)."""
-    target = golden_target(TARGET)
-    config = BlockConfig(target.config, (2,), 16, 0, causal=True, predicts_next=False)
-    drafter = BlockDrafter(BlockHead(config), target, DynamicTree(15, 4, 16))
-    presets = beside(drafter, grows=False).presets
-    shapes = [(preset.depth, preset.width, preset.size) for preset in presets]
-    assert shapes == [(0, 0, 1), (3, 1, 4), (7, 3, 8), (15, 4, 16)]
 
 
 # ---------------------------------------------------------------------------------------- training
@@ -426,11 +348,6 @@ def test_only_marked_tokens_count():
     assert anchors.tolist() == [[a for a in range(15) if a != 5]]  # 5 is before the unmarked token
 
 
-def test_new_drafters_tap_layers_that_the_target_has():
-    assert tapped_layers(36) == (2, 10, 18, 26, 34) and tapped_layers(8) == (2, 3, 4, 5, 6)
-    assert tapped_layers(2) == (1,) and tapped_layers(1) == (0,)
-
-
 # ------------------------------------------------------------------------------------------- loops
 
 
@@ -540,27 +457,6 @@ def test_compiled_as_on_cuda(traced, kind, tmp_path):
 # ------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("kind", heads.GGUF_OWN)
-def test_a_gguf_file_drafts_in_its_own_bits(kind, tmp_path):
-    """Also tables of tokens, whose rows are read from their blocks."""
-    changes, tables = {}, {}
-    if kind == "dflash2":
-        changes = {"selector_rank": 32}
-        shapes = {"predecessor": (128, 32), "successor": (128, 32), "hidden": (32, 64)}
-        tables = {f"selector_{name}.weight": small(*shape) for name, shape in shapes.items()}
-    head = BLOCKS[f"gguf {kind}"]
-    path = heads.write(tmp_path / "head.gguf", head, changes, packed=True, **tables)
-    files = {"checkpoint": CHECKPOINT, "head": str(path), "tree": "dynamic"}
-    head = assert_vanillas_tokens(files, PROMPTS[:1], "own bits", 1.0, 0.9).drafter.head
-    if has_cpu_operators():
-        rows = {
-            "dflash2": "candidate_selector.predecessor_codebook",
-            "dspark": "markov_head.markov_w1",
-        }
-        assert head.fc.format == quantize.BLOCKS
-        assert kind == "dflash" or isinstance(head.get_submodule(rows[kind]), Embedding)
-
-
 # not in speculators' layout, without the key of the root
 NONE = dict.fromkeys(("speculators_model_type", "transformer_layer_config", "sample_from_anchor"))
 ALONE = heads.LAYER | heads.FULL | NONE
@@ -578,11 +474,3 @@ def test_what_dsparks_root_predicts(kind, changes, levels, tmp_path):
     path = heads.write(tmp_path / "head", BLOCKS[kind], changes)
     config = load_head(path, golden_target(TARGET)).config
     assert config.levels == levels and config.predicts_next == (levels == 6)
-
-
-def test_copies_of_the_targets_tables_are_dropped(tmp_path):
-    target = golden_target(TARGET)
-    same = {"embed_tokens.weight": target.embedding.weight.detach().clone()}
-    for tensors in (same, {}):
-        path = heads.write(tmp_path / "head", BLOCKS["DeepSpec"], **tensors)
-        assert (load_head(path, target).embedding is target.embedding) == bool(tensors)
