@@ -18,24 +18,21 @@ import transformers
 from torch import nn
 
 import sampling
-from draft_tree import EAGLE1_PATHS, DecodedTokens, DynamicTree, StaticTree
+from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts import token_draft
 from drafts.noise import DRAFT
 from drafts.residual import sample_children
-from files.head_kinds import head_kind
-from files.weights import load_model
 from heads import LLAMA, Head, write
 from helpers import (
     GOLDEN,
     PROMPTS,
     golden_target,
     order_of,
-    slow,
     token_paths,
 )
 from run.load import load
-from run.options import GenerateConfig, Sampling
+from run.options import Sampling
 from run.tree_paths import MEDUSA_PATHS
 from sampling import SamplingTensors
 
@@ -231,26 +228,6 @@ def test_trees_are_those_of_the_official_heads(official, kind):
             assert set(paths) == want and bool(found.valid.all())
 
 
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("kind", ["medusa", *slow(["hydra++"])])
-def test_traced_drafts_are_the_eager_ones(official, kind):
-    """Reading tokens and growing a tree is one graph."""
-    target = load_model(TARGET, torch.float32)  # whose backend has no operators
-    drafter = drafter_of(official[kind][1], DynamicTree(2, 3, 6), target)
-    features = features_of(PROMPTS[0])[None]
-    confirmed = DrafterUpdate(torch.tensor([[*PROMPTS[0], 44]]), features, torch.tensor([7]))
-    text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44, 0, 0]]), torch.tensor([7]))
-
-    def step(state, confirmed, text):
-        return drafter.propose(drafter.extend(state, confirmed), DraftInputs(None, text))
-
-    traced = torch.compile(step, fullgraph=True, dynamic=False)
-    ours = traced(drafter.init(1, 20), confirmed, text)
-    eager = step(drafter.init(1, 20), confirmed, text)
-    for name in ("tokens", "parents", "mask", "valid", "values"):
-        assert torch.equal(getattr(ours, name), getattr(eager, name))
-
-
 @pytest.mark.parametrize("kind", ["medusa 2", "hydra++"])
 def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
     options = {"checkpoint": str(TARGET), "head": str(official[kind][1]), "device": "cpu"}
@@ -270,49 +247,6 @@ def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
     assert token_draft.load_heads(tmp_path / "heads", golden_target()).config.heads == D
     notes = capsys.readouterr().err
     assert "the weights hold 4 heads" in notes and "without effect here: tree_decoding" in notes
-
-
-def beside(name: str):
-    """Return a function that puts an empty file beside the heads."""
-    return lambda folder: (folder / name).write_bytes(b"")
-
-
-def without_weights(folder: Path) -> None:
-    next(folder.glob("*_lm_head.*")).unlink()
-
-
-def with_code(folder: Path) -> None:
-    torch.save({"0.0.linear.weight": print}, folder / "medusa_lm_head.pt")
-
-
-@pytest.mark.parametrize("kind, change, message", [
-    ("medusa", beside("hydra_lm_head.pt"), "heads of several kinds: medusa_lm_head.pt (medusa), hydra_lm_head.pt (hydra)"),
-    ("medusa 2", beside("model.safetensors"), "model.safetensors (eagle); give each its own directory"),
-    ("medusa", without_weights, "has neither medusa_lm_head.safetensors nor medusa_lm_head.pt; add the weights"),
-    ("hydra++", without_weights, "has neither hydra_lm_head.safetensors nor hydra_lm_head.pt; add the weights"),
-    ("medusa", with_code, "its pickle holds more than tensors"),
-])  # fmt: skip
-def test_wrong_files_are_one_line(official, kind, change, message, tmp_path):
-    """Damaged ones are in test_heads.py."""
-    folder = tmp_path / "heads"
-    shutil.copytree(official[kind][1], folder)
-    change(folder)
-    with pytest.raises(ValueError) as found:
-        head_kind(folder)
-        drafter_of(folder, StaticTree.chain(3))
-    assert message in str(found.value) and "\n" not in str(found.value)
-
-
-def test_wrong_options_are_one_line(official):
-    medusa = str(official["medusa"][1])
-    for options, message in (
-        ({"draft": "hydra", "head": medusa}, "--draft hydra needs a head of its own kind"),
-        ({"head": medusa, "eagle": medusa}, "eagle is another name of head; give one of them"),
-        ({"head": medusa, "tree_depth": 5}, "drafts 4 levels, and the tree has 5; lower LEVELS of --tree"),
-        ({"draft": "medusa"}, "name its directory with --head"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            load(checkpoint=str(TARGET), device="cpu", **options)
 
 
 def test_sampled_children_are_those_of_each_nodes_own_noise(official):
@@ -338,10 +272,3 @@ def test_sampled_children_are_those_of_each_nodes_own_noise(official):
     assert torch.allclose(found.extra[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
         found.extra[0, 1], found.extra[0, 2]
     )
-
-
-def test_the_static_tree_is_the_official_one():
-    """63 nodes and the root fit a tree exactly; EAGLE's tree stays the default of EAGLE's heads."""
-    assert len(set(MEDUSA_PATHS)) == 63 and MEDUSA_PATHS[:2] == ((0,), (1,))
-    for draft, size in (("medusa", 64), ("hydra", 64), ("eagle", len(EAGLE1_PATHS) + 1)):
-        assert GenerateConfig(draft=draft, tree="static").draft_tree.size == size
