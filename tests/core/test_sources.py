@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from draft_tree import StaticTree
@@ -21,7 +20,6 @@ from drafters import DecodedTokens, DraftInputs, RootOnly
 from drafts.lookahead_draft import LookaheadDrafter
 from drafts.recycling_draft import RANKS, RecyclingDrafter, empty_matrix, recycling_paths
 from drafts.rest_draft import Datastore, RestDrafter
-from drafts.rest_draft import load_method as load_rest
 from helpers import (
     LOOP,
     PROMPTS,
@@ -35,9 +33,8 @@ from helpers import (
 )
 from run import generate, library
 from run.load import load
-from run.options import DEMO, GenerateConfig
+from run.options import DEMO
 from scripts import build_datastore
-from scripts.bench.contestants import with_config
 from scripts.build_datastore import BuildConfig
 
 VOCAB = 97
@@ -96,12 +93,6 @@ def test_the_published_tree():
     for size in (2, 16, 64):
         cut = set(recycling_paths(size))
         assert len(cut) == size - 1 and all(path[:-1] in cut for path in cut if len(path) > 1)
-
-
-def test_what_a_request_has_taught_serves_the_next():
-    drafter = recycler()
-    first, second = (golden_run(drafter, PROMPTS[0], max_new_tokens=20) for _ in range(2))
-    assert len(second.stats.accept_lengths) < len(first.stats.accept_lengths)
 
 
 # ------------------------------------------------------------------------------------ lookahead
@@ -198,34 +189,6 @@ def test_retrieved_trees_are_those_of_the_rule(tmp_path):
     assert {0, 1, 8, 63} <= sizes, "nothing found, and trees that are full"
 
 
-def test_of_many_places_a_sample_is_counted(tmp_path):
-    store = store_of(tmp_path / "store", [[1, 2] * 3000, [1, 3] * 1000])
-    places = store.find([1])
-    assert len(places) == 1000 == len(set(places.tolist()))
-    assert 700 < (store.tokens[places + 1] == 2).sum() < 800
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="memory of a process: Linux only"
-)
-def test_a_datastore_larger_than_memory_is_mapped(tmp_path):
-    n = 2**24
-    tokens = np.ones(n, np.int32)
-    tokens[-1] = -1
-    order = np.roll(np.arange(n, dtype=np.int32), 1)
-    save_file({"tokens": tokens, "order": order}, tmp_path / "store", {"vocabulary": "v"})
-    del tokens, order
-
-    def held() -> int:  # kilobytes that the system cannot drop and read again
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
-
-    before = held()
-    store = Datastore(tmp_path / "store", "v", 9)
-    assert (store.continuations(store.find([1] * 16))[:, 0] == 1).sum() > 990
-    assert held() - before < 2**14, "16 MB of a file of 128"
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A datastore of the demo's tokenizer, built by the command from a folder with other files."""
@@ -281,50 +244,7 @@ def test_datastores_that_are_none_are_refused(built, tmp_path):
             store.continuations(store.order[:9])
 
 
-def test_a_datastore_is_for_the_host():
-    with pytest.raises(ValueError, match="use --device cpu, or another --draft"):
-        load_rest(None, GenerateConfig(draft="rest", datastore="x", device="cuda"), None)
-
-
-def test_folders_that_make_no_datastore(tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    folder = tmp_path / "texts"
-
-    def fault(**options) -> str:
-        with pytest.raises(ValueError) as caught:
-            asked = {"folder": str(folder), "out": str(out), "checkpoint": DEMO} | options
-            build_datastore.build(BuildConfig(**asked))
-        assert not out.exists() and "\n" not in str(caught.value)
-        return str(caught.value)
-
-    assert f"{folder} is no directory; name a folder of text files" in fault()
-    folder.mkdir()
-    (folder / "x.bin").write_bytes(b"\0\1")
-    assert "has no text in UTF-8 (1 other files)" in fault()
-    (folder / "a.txt").write_text("a text of some tokens " * 50)
-    assert "--out is missing" in fault(out="")
-    monkeypatch.setattr(build_datastore, "available_memory", lambda: 99 * build_datastore.BYTES)
-    assert "more than the 99 tokens that memory can sort; name a smaller folder" in fault()
-    monkeypatch.undo()
-
-    def full(arrays, path, metadata):
-        raise SafetensorError("File too large")
-
-    monkeypatch.setattr("drafts.rest_draft.save_file", full)
-    said = f"--out: cannot write {out} (File too large); free some space or name another file"
-    assert fault() == said
-
-
 # ------------------------------------------------------------------------------------- all of them
-
-
-@pytest.mark.parametrize("draft", ["ngram", "recycling", "lookahead"])
-def test_a_benchmark_makes_the_drafter(draft):
-    """Without kept texts: every prompt is the first request."""
-    engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=8)
-    drafted = with_config(engine, replace(engine.config, draft=draft, tree=""))
-    prompts = [[5, 17, 3]]
-    assert library.generate(drafted, prompts).tokens == library.generate(engine, prompts).tokens
 
 
 @pytest.mark.slow  # ten to twenty seconds each
@@ -340,11 +260,3 @@ def test_traced_steps_give_the_same_tokens(make):
     with torch.compiler.set_stance("fail_on_recompile"):
         session = decode(compiled, LOOP, PROMPTS[1])
     assert session.history == plain.history and sum(session.stats.accept_lengths) > 0
-
-
-def test_a_rank_beyond_the_matrix(tmp_path):
-    file = tmp_path / "tree.json"
-    file.write_text(json.dumps([[rank] for rank in range(RANKS + 1)]))
-    says = "8 successors of a token, and the file of --tree has the rank 8"
-    with pytest.raises(ValueError, match=says):
-        load(checkpoint=DEMO, device="cpu", draft="recycling", tree_file=str(file))
