@@ -18,16 +18,14 @@ from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
 import demo_drafts  # noqa: E402
 import run.generate as program  # noqa: E402
-from decode import PREFILL_CHUNK, build_cycles  # noqa: E402
-from drafts import guided_draft  # noqa: E402
+from decode import build_cycles  # noqa: E402
 from drafts.grammar import MOST_BYTES, Grammar  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import (  # noqa: E402
-    record,
     slow,
     write_random_llama,
 )
-from run.library import generate, stream  # noqa: E402
+from run.library import generate  # noqa: E402
 from run.load import load  # noqa: E402
 from run.options import DEMO  # noqa: E402
 from run.session import Session  # noqa: E402
@@ -36,16 +34,6 @@ GBNF = 'root ::= "yes" | "no" " " [a-z]+ "!"\n'
 FORCED = "The quick brown fox jumps over the lazy dog, and then it runs into the dark forest."
 DEAD = 'start: "abc" X\nX: /[a-z]+/ & /[0-9]+/'
 engine_of = partial(demo_drafts.engine_of, max_new_tokens=60)
-
-
-def test_only_the_last_chunk_of_a_prompt_makes_a_mask(monkeypatch):
-    masks = record(monkeypatch, guided_draft, "masks")
-    engine = engine_of(max_new_tokens=8)
-    prompt = engine.tokenizer.encode(PROMPT) * PREFILL_CHUNK
-    prompt = prompt[: 2 * PREFILL_CHUNK + 5]
-    result = generate(engine, [prompt], grammar=LARK)
-    roots = [call for call in masks if call.args[0][0][0] is not None and len(call.args[0][0]) == 1]
-    assert len(roots) == 1 and result.text[0].startswith("The answer is")
 
 
 @pytest.mark.parametrize("draft", ["none", "dynamic", "ngram", "auto", "model"])
@@ -57,12 +45,6 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
     assert count > 20
     cycles = result.stats["cycles"]  # the first token comes with the prompt
     assert cycles == {"none": count - 1, "model": -(-(count - 1) // 4)}.get(draft, 1)
-
-
-def test_a_run_longer_than_a_tree():
-    text = " ".join(["forest"] * 70)
-    result = generate(engine_of("ngram", max_new_tokens=400), [PROMPT], grammar=f'start: "{text}"')
-    assert result.text == [text] and result.stats["cycles"] <= len(result.tokens[0]) // 60 + 1
 
 
 def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
@@ -152,17 +134,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(draft, further, tmp_path):
     assert free != tokens
 
 
-def test_turns_and_streams_follow_the_grammar(tmp_path):
-    """The grammar of --grammar is that of every answer: of turns, streams and samples."""
-    file = tmp_path / "person.json"
-    file.write_text(json.dumps(PERSON))
-    engine = engine_of(grammar=str(file), num_samples=2, temperature=0.8)
-    result = generate(engine, [[PROMPT, "again: "]])
-    assert len(result.text) == 4
-    for text in (*result.text, "".join(stream(engine, PROMPT, num_samples=1))):
-        jsonschema.validate(json.loads(text), PERSON)
-
-
 # ------------------------------------------------------------------------------------------ refusals
 
 
@@ -206,19 +177,6 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     assert new[1] == generate(engine, [PROMPT, OTHER]).tokens[1]
     session.admit(0, ids[0], (0, 0), 4)
     assert not session.guide_errors
-
-
-@pytest.mark.parametrize("options", [
-    {"ignore_eos": True}, {"accept": "residual", "temperature": 1.0, "tree": "dynamic"},
-], ids=str)  # fmt: skip
-def test_engines_that_follow_no_grammar(options):
-    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
-        generate(engine_of(**options), [PROMPT], grammar=LARK)
-
-
-def test_a_grammar_needs_a_tokenizer():
-    with pytest.raises(ValueError, match="tokenizer"):
-        generate(replace(engine_of(), tokenizer=None), [[5, 17]], grammar=LARK)
 
 
 @pytest.mark.parametrize("name, text, begin", [
