@@ -27,7 +27,6 @@ from drafts.grammar import STYLE, Grammar, _vocabulary  # noqa: E402
 from helpers import Scripted, compiled_as_on_cuda, fresh, slow, trimmed_head  # noqa: E402
 from run.generate import Answers  # noqa: E402
 from run.library import generate  # noqa: E402
-from run.load import load  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
 from run.session import Session  # noqa: E402
 
@@ -269,19 +268,6 @@ def test_rows_are_released_at_random_and_given_away(draft, captured, host_lag):
     assert draft != "auto" or set(engine.policy.ran) == set(range(len(engine.presets)))
 
 
-def test_plain_operations_do_the_same(monkeypatch):
-    """Without C++ operators, as on CUDA without its compiler; of weights in fp32, whose text is their own."""
-    options = {"dtype": "float32", "batch_size": 3}
-    want = decoded(engine_of("none", **options)).tokens
-    monkeypatch.setattr("backends.library._cpp_available", [False])
-    assert decoded(engine_of("dynamic", **options)).tokens == want
-
-
-def test_the_parameters_of_the_engine_do_not_matter():
-    options = Sampling(0.5, top_k=3)._asdict() | {"seed": 99, "batch_size": 3}
-    assert decoded(engine_of("dynamic", **options)).tokens == wanted("none")
-
-
 @pytest.mark.slow  # half a minute to trace
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("draft", ["none", "dynamic"])
@@ -342,9 +328,3 @@ def test_a_temperature_near_zero_is_greedy():
 def test_wrong_parameters_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         generate(engine_of("none"), [[1], [2]], **options)
-
-
-def test_each_prompt_has_its_own_biases():
-    engine = load(DEMO, device="cpu", draft="none", max_new_tokens=2, ignore_eos=True)
-    biases = [{3: 100}, '{"4": 100}', {}]
-    assert generate(engine, [[1]] * 3, logit_bias=biases).tokens[:2] == [[3, 3], [4, 4]]
