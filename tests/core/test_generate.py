@@ -12,23 +12,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import runtime
 from backends.library import has_cpu_operators
 from helpers import GOLDEN, refused, slow
-from run import warm_up
 from run.generate import encode, main
 from run.library import generate, stream
 from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
-from run.parsing import VERSION, parse
+from run.parsing import VERSION
 from run.prompts import read_prompts
 from run.resolved import resolve_draft
-from run.stats import explain, share_of_equal, stats_line
+from run.stats import explain, stats_line
 
 TARGET, HEAD = str(GOLDEN / "models/target_llama_mha"), str(GOLDEN / "models/head_eagle12_mha")
 PROMPT = "def read_lines(path):"
@@ -103,13 +100,6 @@ def test_json_contract(capsys, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_json_to_standard_output_is_alone_there(capsys):
-    out, err = run(capsys, f"{OF_IDS} --context 10 --json -")
-    got = json.loads(out)
-    assert got["stats"]["tau"] == 1.0 and "tokens/s" in err
-    assert got["finish_reason"] == ["context"] and len(got["tokens"][0]) == 6
-
-
 def test_trace_contract(capsys, tmp_path):
     trace, result = tmp_path / "trace.jsonl", tmp_path / "j"
     run(capsys, f"{OF_IDS} --eagle {HEAD} --tree static --trace {trace} --json {result}")
@@ -176,15 +166,6 @@ def test_the_last_line_says_what_is_known(changed, line):
     assert stats_line(STATS | changed, doubt="?") == line
 
 
-def test_a_turn_that_one_run_lacks_is_not_identical():
-    """Where tokens differ, a later turn may fit the context in one run only."""
-    first, second, other = (0, 0, 0), (0, 0, 1), (1, 0, 0)
-    both = SimpleNamespace(index=[first, second, other], tokens=[[1, 2], [3], [4]])
-    fewer = SimpleNamespace(index=[first, other], tokens=[[1, 2], [4]])
-    assert share_of_equal(both, both) == 1.0
-    assert share_of_equal(both, fewer) == share_of_equal(fewer, both) == 2 / 3
-
-
 # ------------------------------------------------------------------------------ lines with equal tokens
 
 TURNS = json.dumps({"turns": [PROMPT]})
@@ -204,32 +185,6 @@ def test_prompts_and_options_in_other_words(capsys, monkeypatch, tmp_path, line,
         (tmp_path / name).write_text(content)
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
     assert as_json(capsys, f"{EIGHT_AS_JSON} {line.format(tmp_path)}")["tokens"] == want.tokens
-
-
-@pytest.mark.parametrize("draft, options, resolved", [
-    ("ngram", "", {"ngram_branches": 4}), ("model", f"--draft_checkpoint {TARGET}", {"tree": "chain"}),
-    ("model", f"--draft_checkpoint {TARGET} --tree dynamic:,4,8", {"tree": "dynamic", "tree_topk": 4, "tree_size": 8}),
-    ("eagle+ngram", f"--eagle {HEAD}", {"ngram_branches": 1}),
-])  # fmt: skip
-def test_other_drafters(capsys, draft, options, resolved):
-    """The same tokens as without a draft, and a record of what the options came to."""
-    sampled = f"{OF_IDS} --temperature 1 --json -"
-    drafted = as_json(capsys, f"{sampled} --draft {draft} {options}")
-    assert drafted["tokens"] == as_json(capsys, f"{sampled} --draft none")["tokens"]
-    config = drafted["config"]
-    assert {name: config[name] for name in resolved} == resolved and config["draft"] == draft
-    assert ("ngram_branches" in config) == ("ngram" in draft)
-    lengths = drafted["stats"]["accept_lengths"]
-    assert draft != "model" or sum(lengths) > 3 * len(lengths)
-
-
-def test_without_operators_modules_run(capsys, monkeypatch):
-    """--compile changes nothing on a CPU; the failed build has its own note (test_builds.py)."""
-    modules = as_json(capsys, f"{OF_IDS} --json -")
-    monkeypatch.setattr("backends.library._cpp_available", [False])
-    got = as_json(capsys, f"{OF_IDS} --compile --json -")
-    assert got["tokens"] == modules["tokens"] and len(got["tokens"][0]) == 20
-    assert not got["config"]["compile"]
 
 
 # --------------------------------------------------------------------------------- from Python
@@ -255,28 +210,6 @@ def test_a_prompt_without_a_template_may_name_control_tokens():
     ids = encode(engine, ["a", "x</s>"], ["</s>b"])
     end = engine.tokenizer.id_of("</s>")
     assert ids[0] == engine.tokenizer.bos_id and ids[-1] == end and ids.count(end) == 2
-
-
-def test_calls_that_are_refused(tmp_path):
-    demo = load(checkpoint=DEMO, max_new_tokens=16, device="cpu")
-    of_ids = load(checkpoint=TARGET, max_new_tokens=5, device="cpu")
-    assert len(generate(of_ids, [[5, 17, 3]]).tokens[0]) == 5
-    no_tokenizer = "has neither tokenizer.model nor tokenizer.json"
-    for call, engine, prompt, options, message in (
-        (generate, demo, [PROMPT], {"tree": "chain", "quant": "int8"}, "quant, tree cannot change after"),
-        (generate, demo, [PROMPT], {"max_new_tokens": 0}, "--max_new_tokens must be at least 1"),
-        (stream, demo, PROMPT, {"quant": "int8"}, "quant cannot change after load"),
-        (stream, demo, PROMPT, {"temperature": -1}, "--temperature must be"),
-        (generate, of_ids, ["text"], {}, no_tokenizer), (stream, of_ids, [5, 17, 3], {}, no_tokenizer),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            list(call(engine, prompt, **options))
-    for options, message in (
-        ({"max_tokens": 3}, "no option max_tokens; did you mean max_new_tokens?"),
-        ({"chat": True}, "has no chat template"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load(DEMO, **options)
 
 
 def test_messages(tmp_path):
@@ -373,23 +306,6 @@ def test_no_clock_decides_under_the_residual_rule():
     assert load(**options, accept="residual", temperature=1.0).policy.costs is None
 
 
-def test_without_a_compiler_for_cuda_it_says_so(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no C++ compiler found\nlong story")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    assert warm_up.why_not_compiled(torch.device("cuda")) == "no C++ compiler found long story"
-
-
-def test_compiling_for_another_device_builds_no_cpu_operators(monkeypatch):
-    """A machine with a GPU may have no C++ compiler, and need none."""
-    monkeypatch.setattr("backends.library._cpp_available", [])
-    monkeypatch.setattr(
-        "backends.cpp.build.load_operators", lambda: pytest.fail("built the CPU operators")
-    )
-    assert callable(runtime.compiled(lambda x: x))
-
-
 def test_a_tree_file_is_used(capsys, tmp_path):
     """With sampled children their ranks have no gaps."""
     (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
@@ -459,16 +375,6 @@ def test_set_changes_a_chat_that_goes_on(capsys, monkeypatch, tmp_path):
     assert answers[1] == generate(engine, [history]).text[0]
 
 
-def test_a_chat_by_a_pipe_needs_no_prompt_toolkit():
-    code = "import runpy, sys; sys.modules['prompt_toolkit'] = None; runpy.run_path('generate.py', run_name='__main__')"
-    command = [sys.executable, "-c", code, *shlex.split(f"{ON_DEMO} --interactive -n 2")]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, input="x = 1\n", capture_output=True, text=True, cwd=ROOT, env=env
-    )
-    assert done.returncode == 0 and done.stderr.count("tokens/s") == 1, done.stderr
-
-
 def test_ctrl_c_at_the_prompt_asks_once(capsys, monkeypatch):
     """A second one in a row ends the conversation, as the end of input does."""
     stop = KeyboardInterrupt
@@ -497,13 +403,6 @@ def test_a_full_standard_output_is_one_line(line):
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("generate.py: cannot write standard output: ")
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
-
-
-def test_arguments_are_read_where_a_stream_is_memory(monkeypatch):
-    """As standard output is on all ranks but the first."""
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt", "ä"])
-    assert parse(GenerateConfig, "generate.py", "").prompt == "ä"
 
 
 def test_text_is_utf8_in_every_locale():
