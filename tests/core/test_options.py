@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 
 from draft_tree import parse_tree
@@ -28,7 +26,6 @@ from run.library import generate
 from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse, processors
-from server.options import ServeConfig
 
 FIELDS = {f.name: f for f in fields(GenerateConfig)}
 WITH_HEAD = f"{OF_IDS} --eagle {HEAD}"
@@ -112,14 +109,6 @@ def test_values_as_texts_have_the_types_of_their_fields():
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             parsing.read_settings(GenerateConfig, [text])
-
-
-def test_a_server_has_no_options_of_a_single_run(capsys):
-    assert read("--datastore x --tree chain:3", ServeConfig).datastore == "x"
-    for line in ("--trace x", "--prompt x"):
-        with pytest.raises(SystemExit):
-            read(line, ServeConfig)
-        assert capsys.readouterr().err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------- mistakes
@@ -351,15 +340,6 @@ def test_options_that_others_make_idle_change_nothing(options):
     assert {*map(tuple, generate(load(**base | options), [[5, 17, 3]]).tokens)} == {tuple(want)}
 
 
-def test_a_prompt_of_another_kind():
-    engine = load(checkpoint=Path(TARGET), eagle="", device="cpu")
-    for prompt in (None, ["a", 5], [5, "a"], [None], [True, 5]):
-        with pytest.raises(
-            ValueError, match="a prompt is a text, a list of texts or a list of tok"
-        ):
-            generate(engine, [prompt])
-
-
 def test_a_grammar_from_a_pipe_is_one_line(capsys, tmp_path):
     """It is read more than once: a second time there is nothing left."""
     os.mkfifo(tmp_path / "pipe")
@@ -380,42 +360,6 @@ def test_a_full_gpu_is_one_line(capsys):
     assert "allocate 2.00 GiB" in told and "of which 1.20 GiB is free; lower --batch_size" in told
 
 
-def test_a_cache_in_8_bits_is_for_cpus(capsys, monkeypatch):
-    monkeypatch.setattr("run.load.pick_device", lambda name: "cuda")
-    said = "--kv int8 is for CPUs, and the device is cuda; drop it"
-    assert said in failure(capsys, f"{OF_IDS} --kv int8")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_without_a_device(capsys):
-    assert "no CUDA device" in failure(capsys, f"{OF_IDS} --device cuda")
-
-
 def test_an_output_without_permission_is_refused_first(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     assert "no permission" in failure(capsys, f"{OF_IDS} --json {tmp_path}/out.json")
-
-
-# ------------------------------------------------------------------------------------- damaged files
-
-
-@pytest.mark.parametrize("file, changes, message", [
-    ("target/config.json", {"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM is not supported"),
-    ("head/config.json", {"draft_inputs": "token"}, "draft_inputs must be feature&shifted; it is 'token'"),
-    ("head/config.json", {"hidden_size": 32}, "hidden_size is 32"), ("head/config.json", {"vocab_size": 32}, "vocab_size is 32"),
-    ("head/model.safetensors", {"midlayer.hidden_norm.weight": torch.ones(64)}, "mixes versions"),  # of version 3
-    ("tree.json", "[[0], [0, 0]", "not valid JSON"), ("tree.json", "[[97]]", "98 ranked children of 97 tokens"),
-])  # fmt: skip
-def test_damaged_files(capsys, tmp_path, file, changes, message):
-    for name, source in (("target", TARGET), ("head", HEAD)):
-        shutil.copytree(source, tmp_path / name)
-    (tmp_path / "tree.json").write_text("[[0], [1]]")
-    damaged = tmp_path / file
-    if isinstance(changes, str):
-        damaged.write_text(changes)
-    elif damaged.suffix == ".json":
-        damaged.write_text(json.dumps(json.loads(damaged.read_text()) | changes))
-    else:
-        save_file(load_file(damaged) | changes, damaged)
-    files = f"--checkpoint {tmp_path}/target --eagle {tmp_path}/head --tree {tmp_path}/tree.json"
-    assert message in failure(capsys, f"{OF_IDS} {files}")
