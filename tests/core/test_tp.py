@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from test_lossless import assert_same
 from test_quantized_files import write_random_model as write_of_others
@@ -271,20 +270,6 @@ def test_shares_make_the_whole(tmp_path, form, world):
     assert load_model(path, source=parts[-1], config=part).config.n_heads == config.n_heads // world
 
 
-@pytest.mark.parametrize("layer", ["self_attn.q_proj", "mlp.down_proj"])
-def test_a_part_is_a_view_of_what_is_read_or_a_new_tensor_like_it(layer):
-    """Of a new tensor a loader keeps the part as it is: the complete one must not stay behind it."""
-    name = f"model.layers.0.{layer}.weight"
-    files, config = open_source(Path(DEMO)), read_config(Path(DEMO))
-    view, whole = tp.share_of(files, config, Rank(1, 4, 1)).read(name), files.read(name)
-    assert not files.makes_tensors
-    assert view.numel() * 4 == whole.numel() and view.untyped_storage().nbytes() >= whole.nbytes
-    files.makes_tensors = True
-    part = tp.share_of(files, config, Rank(1, 4, 1)).read(name)
-    assert torch.equal(part, view)
-    assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
-
-
 @pytest.mark.parametrize("changes,world,rule", [
     ({}, 3, "must divide 4 heads and weights of 128 and 256 inputs, and divide 2 KV heads or be a multiple of them; "
      "it is 3: make it 1 or 2 or 4"),
@@ -344,24 +329,6 @@ def test_ranks_that_are_not_alike(monkeypatch, joined, facts, rule):
     ranks.check_same_on_all_ranks(GenerateConfig(device="cuda:1"), compile=True)
     with pytest.raises(ValueError, match=f"^all ranks need the same {rule}"):
         ranks.check_same_on_all_ranks(GenerateConfig(), **facts)
-
-
-def test_ranks_on_different_devices():
-    """Found before they could talk."""
-    store = dist.HashStore()
-    ranks.check_devices(store, "cpu", Rank())
-    store.set("gpt_eagle/device of 1", "cuda")
-    rule = "^all ranks need the same device; it is 'cpu' on rank 0 and 'cuda' on rank 1: start"
-    with pytest.raises(ValueError, match=rule):
-        ranks.check_devices(store, "cpu", Rank(0, 2, 0))
-
-
-def test_a_lost_rank_is_told_from_a_full_memory():
-    ended = "^a collective failed; another rank has probably ended: closed$"
-    with pytest.raises(ranks.RankLost, match=ended), ranks.collective_errors():
-        raise RuntimeError("closed. At a line")
-    with pytest.raises(torch.OutOfMemoryError), ranks.collective_errors():
-        raise torch.OutOfMemoryError("full")
 
 
 @pytest.mark.parametrize(
