@@ -6,18 +6,15 @@ from functools import cache
 from itertools import cycle
 
 import pytest
-import torch
 from test_lossless import make
 
-import decode as loop
 import demo_drafts
 import helpers
 from demo_drafts import DRAFTS
-from helpers import OPERATORS, engine_for, golden_target, record, slow
+from helpers import OPERATORS, engine_for, golden_target, slow
 from run.engine import Engine
 from run.options import Sampling
-from run.session import Session, copy_sequence
-from runtime import tensors_of
+from run.session import Session
 
 SHARED = [(7 * i + i * i) % 97 for i in range(270)]  # more than a prefill chunk
 FIRST = [*SHARED, 5, 17, 3]
@@ -104,25 +101,3 @@ def test_the_drafters_state_is_copied_too(drafter):
     decode(fresh, 1, SECOND, Sampling())
     assert session.stats.accept_lengths[before:] == fresh.stats.accept_lengths
     assert max(fresh.stats.accept_lengths) > 0
-
-
-def test_the_shared_part_is_read_once(monkeypatch):
-    session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    chunks = record(monkeypatch, loop.Cycle, "read_prompt")
-    decode(session, 0, FIRST, Sampling())
-    assert [call.args[4] for call in chunks] == [256, len(FIRST) - 256]
-    del chunks[:]
-    decode(session, 1, SECOND, Sampling(), source=0)
-    # the last shared token is run again, because the head pairs it with the next
-    assert [call.args[4] for call in chunks] == [len(SECOND) - len(SHARED) + 1]
-    assert session.cached(0, FIRST) == len(FIRST), "the source stays"
-
-
-def test_no_slot_behind_the_prefix_is_written():
-    """A copy takes no memory for the rest of the context."""
-    session = Session(engine_for(golden_target(), make("dynamic"), **OPTIONS))
-    decode(session, 0, FIRST, Sampling())
-    copy_sequence(session.buffers.cache, 0, 2, 40)
-    for buffer in tensors_of((session.buffers.cache.k, session.buffers.cache.v)):
-        assert torch.equal(buffer[2, :, :40], buffer[0, :, :40]) and buffer[0, :, 128:].any()
-        assert not buffer[2, :, 128:].any(), "before, a tree of 60 was written"
