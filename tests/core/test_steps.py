@@ -1,7 +1,7 @@
-"""Every list of steps, by every backend, compared row by row behind every step.
+"""Every list of steps, merged as on CUDA and by ranks; and the table of architectures.
 
-The reference is each step's own PyTorch. C++ runs the same prefix of the list in one call; CUDA's
-merged steps run here on a CPU, where they compute what their parts do.
+The reference is each step's own PyTorch. Merged steps run here on a CPU, where they compute what their parts do;
+test_families.py compares passes in C++ with the steps.
 """
 
 from __future__ import annotations
