@@ -1,15 +1,17 @@
-"""The library for Python: forms of prompts, answers as objects, streams, and what is refused."""
+"""The library for Python: forms of prompts, answers as objects, streams, notes, and what is refused."""
 
 import asyncio
 import logging
+import subprocess
 import sys
 
 import pytest
 
+from helpers import OPERATORS
 from options import NOTES
 from run.library import astream, generate, stream
 from run.load import load
-from run.options import DEMO
+from run.options import DEMO, ROOT
 
 PROMPT = "def read_lines(path):"
 OTHER = "import os"
@@ -151,3 +153,26 @@ def test_an_engine_shows_one_line_and_what_is_normal_is_no_warning(caplog, monke
     assert repr(engine) == f"Engine({DEMO}, cpu, draft {DEMO}-eagle)"
     levels = {record.levelname for record in caplog.records if "sequences take" in record.message}
     assert levels == {"INFO"}
+
+
+NOTE = "attention in float16 is PyTorch's: slower, and a draft may change a token where the best two are nearly equal"
+NOTE += "; use --dtype bfloat16"
+CALLER = """
+import logging
+from run.load import load
+options = {"checkpoint": "checkpoints/demo", "draft": "none", "device": "cpu", "dtype": "float16"}
+load(**options)
+logging.getLogger("gpt_eagle").setLevel(logging.ERROR)
+load(**options)
+logging.getLogger("gpt_eagle").setLevel(logging.INFO)
+logging.basicConfig(format="%(name)s %(levelname)s %(module)s %(message)s")
+load(**options)
+"""
+
+
+@OPERATORS
+def test_a_caller_sees_notes_silences_them_and_takes_them_into_a_log():
+    command = [sys.executable, "-c", CALLER]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    told = [line for line in done.stderr.splitlines() if NOTE in line]
+    assert told == [NOTE, f"gpt_eagle WARNING load {NOTE}"]
