@@ -14,33 +14,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode import Cycle
+from backends.weight import unpack
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
 from drafters import DecodedTokens, RootOnly
 from drafts.kept_texts import PastTexts
 from drafts.model_draft import ModelDrafter, check_same_tokens
 from drafts.ngram_draft import Ngram, NgramDrafter, lookup, match_lengths
 from eagle_draft import EagleDrafter
+from files.weights import load_model
 from helpers import (
     GOLDEN,
     LOOP,
     PROMPTS,
     Scripted,
-    decode,
     drafted_paths,
-    engine_for,
     golden_head,
     golden_run,
     golden_target,
     noisy_copy,
     record,
-    with_children,
 )
 from model import Transformer
+from quantize import Quantization
 from run.generate import Batch
+from run.heads import draft_lm_head
 from run.load import load
 from run.options import DEMO
-from run.session import Session
 
 # ------------------------------------------------------------------------------------------- lookup
 
@@ -231,46 +230,6 @@ TREES = {
 }
 
 
-def noisy(tree: str, scale: float = 0.02, children: str = "noise") -> ModelDrafter:
-    """A draft model that is a noisy copy of the golden target; scale 0 is the target itself."""
-    target = golden_target()
-    return with_children(ModelDrafter(noisy_copy(target, scale), target, TREES[tree]), children)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", ["chain", "static"])
-def test_the_target_as_its_own_draft_accepts_everything(tree, temperature, batch):
-    options = {"temperature": temperature, "max_new_tokens": 40}
-    session = golden_run(noisy(tree, 0.0), *PROMPTS[:batch], **options)
-    assert set(session.stats.accept_lengths) == {5}, "tau is D + 1"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", TREES)
-def test_kept_rows_equal_fresh_ones(tree, temperature):
-    """Every cycle drafts what a session drafts that has just read the whole text."""
-    options = {"temperature": temperature, "batch_size": 2, "max_new_tokens": 20}
-    engine = engine_for(golden_target(), noisy(tree), ignore_eos=True, **options)
-    session = decode(engine, *PROMPTS)
-    assert sum(session.stats.accept_lengths) > 0.5 * len(session.stats.accept_lengths)
-    for line in session.trace:
-        fresh = Session(engine, [(0, 0), (1, 0)])
-        row, pos = line["row"], line["pos"]
-        texts = [session.history[b][:pos] if b == row else None for b in range(2)]
-        fresh.buffers.state = fresh.state._replace(
-            draws=torch.tensor([pos - len(p) for p in PROMPTS]).clamp(min=0)
-        )
-        next(fresh.decode_turn(texts))
-        tokens = fresh.state.tokens[row, : pos + 1].tolist()
-        assert tokens == session.history[row][: pos + 1], "the root comes out the same"
-        tree_again, _ = Cycle(engine, engine.drafter, fresh.mode).draft(
-            fresh.buffers.cache, fresh.state
-        )
-        assert tree_again.tokens[row, 1:].tolist() == line["draft_tokens"]
-        assert tree_again.parents[row, 1:].tolist() == line["parents"]
-
-
 def short_draft(context: int, tree: str = "chain") -> ModelDrafter:
     """The golden target itself, but the draft model ends at `context` positions."""
     target = golden_target()
@@ -345,6 +304,30 @@ def test_lm_heads_of_other_sizes(size, temperature, compile):
         assert sum(lengths) > (len(lengths) if size > 97 else 0)
         drafted = [token for line in session.trace for token in line["draft_tokens"]]
         assert max(drafted) < min(size, 97)
+
+
+FORMATS = [None, Quantization("int8"), Quantization("int4", 32)]  # that fit the golden target
+
+
+@pytest.mark.parametrize("quant", FORMATS, ids=lambda q: q.format if q else "float")
+@pytest.mark.parametrize("held", FORMATS, ids=lambda q: q.format if q else "float")
+def test_trimming_and_rounding_combine(held, quant):
+    """Trimmed and rounded, in whatever order: the codes are rows of the whole copy's."""
+    target = load_model(GOLDEN / "models/target_llama_mha", quant=held)
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.randperm(97, generator=generator)[:40].sort().values
+    trimmed, whole = (draft_lm_head(target, quant, ids) for ids in (kept, None))
+    whole = whole or target.lm_head
+    x = torch.randn(5, 64, generator=generator)
+    torch.testing.assert_close(
+        trimmed(x), whole(x)[:, kept], atol=1e-6 * (not whole.packed), rtol=0
+    )
+    assert (trimmed.in_features, trimmed.out_features) == (64, 40) and trimmed.fp32_out
+    if whole.packed:
+        for some, all in zip(unpack(trimmed.record), unpack(whole.record)):
+            assert torch.equal(some, all[kept])
+    else:
+        assert torch.equal(trimmed.weight, whole.weight[kept]) and not trimmed.weight.requires_grad
 
 
 # ----------------------------------------------------------------------------------------- grafting
