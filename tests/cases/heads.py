@@ -161,11 +161,6 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> Tensors:
     return found
 
 
-def small(*shape: int) -> Tensor:
-    """Weights that change little, the same everywhere."""
-    return torch.from_numpy(numpy.random.RandomState(8).standard_normal(shape)).float() * 0.02
-
-
 # ---------------------------------------------------------------------------------- block drafters
 
 SHAPE = {
