@@ -1,16 +1,13 @@
-"""The default model: a real instruct model answers, stops by itself, and drafting changes no token."""
+"""The default model: a real instruct model answers, and stops by itself."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from drafts.by_value import ByValue
 from files.io import is_gguf
 from helpers import slow
-from run.generate import Batch, compare
 from run.library import generate
 from run.load import load
 from run.options import DEFAULT, GenerateConfig
@@ -19,7 +16,6 @@ pytestmark = pytest.mark.smollm2
 # of France and Italy the model is nearly undecided: rounding decides between two answers
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
-ESSAY = "Write an essay on rivers and lakes."
 
 
 def test_it_is_the_default(smollm2):
@@ -39,22 +35,3 @@ def test_a_conversation(smollm2, dtype):
     assert turns.text[0] == first.text[0] and turns.prompt_tokens[1] > turns.prompt_tokens[0] + len(
         first.tokens[0]
     )
-
-
-@pytest.mark.parametrize("quant, temperature", [
-    ("none", 1.0), *slow([("none", 0.0), ("int8", 0.0), ("int4", 0.0)]),
-])  # fmt: skip
-def test_drafting_changes_no_token(smollm2, quant, temperature):
-    """20 prompts of every kind: benchmarks/RESULTS.md."""
-    engine = load(
-        chat="",
-        quant=quant,
-        temperature=temperature,
-        draft="ngram",
-        max_new_tokens=12,
-        compile=True,
-    )
-    engine = replace(engine, policy=ByValue())  # drafts, whether it pays or not
-    drafted, outcome = compare(Batch(engine, [[QUESTION], [ESSAY]]))
-    assert outcome["identical"] == 1.0 and drafted.stats["cycles"] > 0
-    assert max(drafted.stats["accept_lengths"]) > 0
