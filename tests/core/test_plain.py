@@ -19,13 +19,12 @@ import reference
 from backends.cpp.build import HERE
 from backends.library import has_cpu_operators, has_triton, is_plain, set_plain
 from backends.weight import Part, Weight
-from decode import build_cycles
 from helpers import (
     OPERATORS,
     quantized,
     quantized_experts,
 )
-from reference import TORCH, choose
+from reference import TORCH
 from run import library
 from run.load import load
 
@@ -81,27 +80,6 @@ def test_with_plain_nothing_is_built_or_called(short_demo, monkeypatch, method, 
     assert len(new) == 12 and is_plain() and not has_triton() and not has_cpu_operators()
 
 
-@OPERATORS
-def test_a_called_operator_is_noticed(short_demo):
-    with pytest.raises(AssertionError, match="was called"), NoOperator():
-        tokens(short_demo)
-
-
-@OPERATORS
-def test_new_cycles_have_the_functions_of_their_time(short_demo):
-    """In the target, the drafter and its head."""
-    engine = load(checkpoint=str(short_demo), tree="dynamic", device="cpu", context=128)
-    ours = choose(torch.device("cpu")).matmul
-    assert ours is not reference.matmul
-    for plain, function in ((False, ours), (True, reference.matmul)):
-        set_plain(plain)
-        engine = build_cycles(engine)
-        owners = [engine.drafter, engine.drafter.lm_head, *engine.drafter.head.modules()]
-        owners += engine.target.modules()
-        found = {owner.backend.matmul for owner in owners if hasattr(owner, "backend")}
-        assert found == {function}, plain
-
-
 def edited(*inputs, **more):
     raise RuntimeError("it was edited")
 
@@ -125,18 +103,6 @@ def test_an_edited_reference_is_what_runs(short_demo, monkeypatch, owner, name, 
     set_plain()
     with pytest.raises(RuntimeError, match="it was edited"):
         tokens(short_demo, tree="dynamic", compile=True, max_new_tokens=4, **options)
-
-
-@OPERATORS
-def test_without_plain_no_reference_runs(short_demo, monkeypatch):
-    """So that the test above says something."""
-    cases = ({"quant": "int8"}, {"quant": "int4", "temperature": 1.0})
-    for options in cases:  # calibration, which runs once and is kept, runs references
-        tokens(short_demo, max_new_tokens=4, **options)
-    for owner, name, _ in REFERENCES:
-        monkeypatch.setattr(owner, name, lambda *inputs: pytest.fail("a reference ran"))
-    for options in cases:
-        assert len(tokens(short_demo, tree="dynamic", compile=True, **options)) == 12
 
 
 @pytest.mark.parametrize("form", ["int8", "int4-64", "int4-128-zeros"])
