@@ -17,12 +17,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-import sampling
 from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs
 from drafts import token_draft
-from drafts.noise import DRAFT
-from drafts.residual import sample_children
 from heads import LLAMA, Head, write
 from helpers import (
     GOLDEN,
@@ -247,28 +244,3 @@ def test_more_heads_than_the_config_says_all_draft(official, tmp_path, capsys):
     assert token_draft.load_heads(tmp_path / "heads", golden_target()).config.heads == D
     notes = capsys.readouterr().err
     assert "the weights hold 4 heads" in notes and "without effect here: tree_decoding" in notes
-
-
-def test_sampled_children_are_those_of_each_nodes_own_noise(official):
-    """`--accept residual`: nodes of a level share q and not their draws."""
-    module, folder = official["medusa"]
-    tree = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
-    drafter = sample_children(drafter_of(folder, tree))
-    features = features_of(PROMPTS[0])
-    state = drafter.extend(
-        drafter.init(1, 20), DrafterUpdate(None, features[None], torch.tensor([7]))
-    )
-    rule = SamplingTensors.from_params([Sampling(0.7)], seed=3)
-    draws = torch.zeros(1, dtype=torch.long)
-    fresh = sampling.gumbel(rule, draws, 1 + drafter.scratch, 97, DRAFT)
-    text = DecodedTokens(torch.tensor([[*PROMPTS[0], 44]]), torch.tensor([7]))
-    found = drafter.propose(state, DraftInputs(None, text, rule, draws))
-    q = [(head(features[-1]) / 0.7).log_softmax(-1) for head in module]
-    root, one, two = (
-        (q[level] + fresh[0, row]).topk(2).indices.tolist()
-        for level, row in ((0, 0), (1, 1), (1, 2))
-    )
-    assert found.tokens[0].tolist() == [44, *root, one[0], *two]
-    assert torch.allclose(found.extra[0, 1], q[1].exp(), atol=1e-6) and torch.equal(
-        found.extra[0, 1], found.extra[0, 2]
-    )
