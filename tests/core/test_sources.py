@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 
 from draft_tree import StaticTree
 from drafters import DecodedTokens, DraftInputs, RootOnly
@@ -31,7 +29,7 @@ from helpers import (
     golden_target,
     token_paths,
 )
-from run import generate, library
+from run import generate
 from run.load import load
 from run.options import DEMO
 from scripts import build_datastore
@@ -214,37 +212,15 @@ def test_a_datastore_that_is_built(built, capsys):
 REST = {"checkpoint": DEMO, "device": "cpu", "draft": "rest"}
 
 
-def test_datastores_that_are_none_are_refused(built, tmp_path):
-    whole = built.read_bytes()
-    file = tmp_path / "store"
-
-    def check(says: str) -> None:
-        with pytest.raises(ValueError, match=f"(?s)(?=.*{says}).*scripts/build_datastore.py"):
-            engine = load(**REST, datastore=str(file), max_new_tokens=8, tree="dynamic")
-            library.generate(engine, ["def read_lines(path):"])
-
-    check("is no file")
-    for content in (whole[: len(whole) // 2], b"a text"):
-        file.write_bytes(content)
-        check("is no datastore, or is cut short")
-    store_of(file, [[1, 2, 3]])
-    check("of another tokenizer or vocabulary")
-    arrays = load_file(built)
-    with safe_open(built, framework="pt") as content:
-        metadata = content.metadata()
-    tokens = arrays["tokens"]
-    for wrong in (tokens[:-1], tokens.astype(np.int64), tokens + 1):
-        save_file(arrays | {"tokens": wrong}, file, metadata)
-        check("is no datastore;")
-    beyond = np.where(tokens < 0, -1, tokens + 10**6).astype(np.int32)
-    for wrong in ({"tokens": beyond}, {"order": arrays["order"] + len(tokens)}):
-        save_file(arrays | wrong, file, metadata)
-        store = Datastore(file, metadata["vocabulary"], 4096)
-        with pytest.raises(ValueError, match="is damaged; build it again"):
-            store.continuations(store.order[:9])
-
-
 # ------------------------------------------------------------------------------------- all of them
+
+
+def test_a_rank_beyond_the_matrix(tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[rank] for rank in range(RANKS + 1)]))
+    says = "8 successors of a token, and the file of --tree has the rank 8"
+    with pytest.raises(ValueError, match=says):
+        load(checkpoint=DEMO, device="cpu", draft="recycling", tree_file=str(file))
 
 
 @pytest.mark.slow  # ten to twenty seconds each
