@@ -163,23 +163,6 @@ def test_merged_steps_compute_what_their_parts_do(name):
     assert torch.equal(rows.stream, wanted[-1].stream)
 
 
-def test_segments_of_one_kind_are_equal():
-    """A compiled call serves all layers of a kind, and no other."""
-    kinds_of = {
-        "LLaMA, as it is": 1,
-        "Mixtral, as it is": 1,
-        "Qwen3-MoE, first dense": 2,
-        "Gemma 3, as it is": 2,
-        "gpt-oss, as it is": 2,
-        "Qwen3.5, as it is": 2,
-        "LFM2, as it is": 3,  # before attention, whose projection divides by the norm, and before neither
-    }
-    for name, kinds in kinds_of.items():
-        model, _ = model_of(name)
-        fused = MergedLayers(model.layers, model.last, model)
-        assert len({segment.steps for segment in fused.segments}) == kinds, name
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_add_up_what_they_share(name):
     """A sum for each sublayer, in front of what reads the stream; and each weight is split one way."""
