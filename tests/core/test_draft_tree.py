@@ -10,8 +10,7 @@ import torch
 
 from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree
 from drafters import DraftInputs, TreeDrafter
-from drafts.ngram_draft import add_chain
-from helpers import golden_case, no_candidates, order_of, text_with
+from helpers import golden_case, order_of, text_with
 from kv_cache import KVCache
 from model import ModelConfig
 from reference import (
@@ -21,7 +20,6 @@ from reference import (
     compaction,
     joined,
     path_to,
-    select_nodes,
 )
 from run.tree_paths import read_tree
 
@@ -279,54 +277,6 @@ def test_pool_and_rerank(depth, K, cut):
             assert at[0] == 0
             assert all(every[place] == want[n] for n, place in enumerate(at) if place)
             assert all(at[parent] for parent in inner if parent), "who has children ran"
-
-
-def values_by_path(tokens, values, parents):
-    """Token path -> value, of the candidates of a row that are some."""
-    paths = []
-    for token, parent in zip(tokens, parents):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    there = [(path, value) for path, value in zip(paths, values) if value > -INF]
-    assert len(dict(there)) == len(there), "siblings differ"
-    return dict(there)
-
-
-def test_graft():
-    """Chains whose tokens and values are random, onto pools that often hold their beginnings, and onto nothing."""
-    rng, met = random.Random(2), {"used": 0, "raised": 0, "added": 0}
-
-    def siblings(*shape: int) -> torch.Tensor:
-        return torch.stack([torch.randperm(5)[:2] for _ in range(torch.Size(shape).numel())])
-
-    torch.manual_seed(0)
-    for empty in [True] * 5 + [False] * 20:
-        B, shapes = 8, [(8, 1, 2), (8, 2, 2), (8, 2, 2)]
-        tokens = [siblings(*s[:2]).view(s) for s in shapes]
-        scores = [random_scores(rng, s, 0.2) for s in shapes]
-        _, pool, _ = grown(DynamicTree(3, 2, 6), torch.arange(B), tokens, scores)
-        pool = no_candidates(B) if empty else pool
-        want = [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))]
-        for value in (0.0, -0.5):
-            tokens, values = torch.randint(5, (B, 4)), random_scores(rng, (B, 4), 0.1) + value
-            pool = add_chain(pool, tokens, values)
-            for b, row in enumerate(want):
-                for n, v in enumerate(values[b].tolist(), 1):
-                    path = tuple(tokens[b, :n].tolist())
-                    met["used"] += path in row
-                    met["raised"] += row.get(path, INF) < v
-                    met["added"] += path not in row and v > -INF
-                    if v > -INF:
-                        row[path] = max(v, row.get(path, -INF))
-        assert [values_by_path(*row) for row in zip(*(x.tolist() for x in pool))] == want
-        ours = select_nodes([pool], (), 5, 7, text_with(torch.arange(B)))
-        for b, (tokens, values, parents) in enumerate(zip(*(x.tolist() for x in pool))):
-            tree = select_nodes_reference(b, tokens, values, parents, 6)
-            assert (
-                ours.tokens[b].tolist(),
-                ours.parents[b].tolist(),
-                ours.valid[b].tolist(),
-            ) == tree
-    assert min(met.values()) > 50, met
 
 
 # ------------------------------------------------------------------------------------- static trees
