@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
-llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 from test_requests import LARK, OTHER, PERSON, PROMPT  # noqa: E402
@@ -18,7 +15,6 @@ from test_tokenizer import CONTROLS, build_json, write  # noqa: E402
 
 import demo_drafts  # noqa: E402
 import run.generate as program  # noqa: E402
-from decode import build_cycles  # noqa: E402
 from drafts.grammar import MOST_BYTES, Grammar  # noqa: E402
 from files.tokenizer import Tokenizer  # noqa: E402
 from helpers import (  # noqa: E402
@@ -45,22 +41,6 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
     assert count > 20
     cycles = result.stats["cycles"]  # the first token comes with the prompt
     assert cycles == {"none": count - 1, "model": -(-(count - 1) // 4)}.get(draft, 1)
-
-
-def test_the_end_is_allowed_where_the_grammar_allows_to_stop():
-    """Two ends of sequence; a text that may stop or go on; one that must stop."""
-    engine = engine_of("none")
-    ends = (engine.eos_ids[0], 7)
-    engine = build_cycles(replace(engine, eos_ids=ends))
-    place = Grammar(engine, 'start: "ab" ("c" "d")?').begin().place
-    a, *rest = (engine.tokenizer.encode(text)[-1] for text in "abcd")
-    may_end = [[place.allows(end) for end in ends]]
-    for id in (a, *rest):
-        place = place.after(id)
-        may_end.append([place.allows(end) for end in ends])
-        assert place.only is None or len(may_end) != 3, "it may stop or go on"
-    assert may_end == [[False] * 2, [False] * 2, [True] * 2, [False] * 2, [True] * 2]
-    assert not place.allows(a) and place.after(ends[0]) is None
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
@@ -179,6 +159,14 @@ def test_a_grammar_that_allows_nothing_at_some_point(draft):
     assert not session.guide_errors
 
 
+@pytest.mark.parametrize("options", [
+    {"ignore_eos": True}, {"accept": "residual", "temperature": 1.0, "tree": "dynamic"},
+], ids=str)  # fmt: skip
+def test_engines_that_follow_no_grammar(options):
+    with pytest.raises(ValueError, match="ignore_eos or accept=residual"):
+        generate(engine_of(**options), [PROMPT], grammar=LARK)
+
+
 @pytest.mark.parametrize("name, text, begin", [
     ("a.lark", LARK, "The answer is "), ("a.gbnf", GBNF, ("yes", "no ")),
     ("a.json", json.dumps(PERSON), '{"name": "'),
@@ -190,38 +178,3 @@ def test_the_command_line(name, text, begin, tmp_path, capsys):
     program.main([*argv, "--compare", "--max_new_tokens", "60"])
     shown, err = capsys.readouterr()
     assert shown.startswith(begin) and "100 % of sequences identical" in err
-
-
-@pytest.mark.parametrize("text, missing, message", [
-    (None, False, "cannot read"), ("[1]", False, "must hold a JSON schema"),
-    ('{"type": "array", "uniqueItems": true}', False, "uniqueItems"),
-    (DEAD, False, "allows neither a token nor the end"), (DEAD, True, "pip install llguidance"),
-])  # fmt: skip
-def test_mistakes_of_the_command_line(tmp_path, monkeypatch, capsys, text, missing, message):
-    """One line and exit status 2: no file, no schema, a refused one, a dead end, no library."""
-    file = tmp_path / ("dead.lark" if text == DEAD else "schema.json")
-    if text is not None:
-        file.write_text(text)
-    if missing:
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(SystemExit) as stop:
-        argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(file)]
-        program.main([*argv, "--prompt", PROMPT])
-    *rate, last = capsys.readouterr().err.splitlines()
-    decoded = text == DEAD and not missing
-    assert (stop.value.code, rate) == (2, ["1 token"] if decoded else []) and message in last, last
-
-
-def test_one_dead_end_among_prompts_loses_no_result(tmp_path, capsys):
-    """Exit status 2 at the end: the others are printed, and in the file."""
-    dead, prompts, out = (tmp_path / name for name in ("a.lark", "p.jsonl", "o"))
-    dead.write_text(DEAD)
-    prompts.write_text('{"turns": ["x"]}\n{"turns": ["y"]}\n')
-    argv = ["--checkpoint", DEMO, "--device", "cpu", "--grammar", str(dead)]
-    argv += ["--prompt_file", str(prompts), "--json", str(out)]
-    with pytest.raises(SystemExit) as stop:
-        program.main(argv)
-    rate, last = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and rate == "2 tokens"
-    assert last.startswith("generate.py: prompt 1: the grammar allows")
-    assert json.loads(out.read_text())["finish_reason"] == ["grammar", "grammar"]
