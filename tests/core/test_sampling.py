@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import reference
-import sampling
 from draft_tree import DynamicTree, StaticTree
 from drafters import DraftInputs, RootOnly, TreeDrafter
 from drafts import residual
@@ -27,14 +26,12 @@ from helpers import (
     golden_target,
     parents_of,
     process,
-    record,
     shaped_cut,
     slow,
     text_with,
     with_children,
 )
-from reference import TORCH, accept, best, build_tree, cumsum_in_blocks, root_tree
-from run.library import generate
+from reference import TORCH, accept, best, build_tree, cumsum_in_blocks
 from run.options import Sampling
 from run.session import Session
 from runtime import replace_fields
@@ -255,13 +252,6 @@ def test_sums_in_blocks(vocab):
     torch.testing.assert_close(cumsum_in_blocks(p).double(), want, atol=1e-6, rtol=1e-6)
 
 
-def test_greedy_takes_the_lowest_of_equals():
-    logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, 0.0, 5.0]]])
-    silent = torch.zeros(1, 1, 4), torch.zeros(1, 3, dtype=torch.long)
-    for ours in (logits.argmax(-1), best(logits, None, None), best(logits, *silent)):
-        assert ours.tolist() == [[1, 0, 3]]
-
-
 # --------------------------------------------------------------------------------------- the choice
 
 LOGITS = torch.tensor([1.2, -0.3, 0.4, 0.4, 2.0, -2.5, 0.0, 1.1])
@@ -354,26 +344,6 @@ def test_a_greedy_row_has_no_noise(backend):
     assert torch.equal(noise[~greedy], everywhere[~greedy]) and everywhere[1].all()
 
 
-def test_where_all_are_greedy_nothing_is_sampled(monkeypatch):
-    """Neither in an engine that was loaded to sample, nor beside a sequence that has ended."""
-    options = {"batch_size": 2, "temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
-    engine = engine_for(golden_target(), RootOnly(), **options)
-    noise = record(monkeypatch, sampling, "gumbel")
-    cuts = record(monkeypatch, sampling.SamplingTensors, "cut")
-    generate(engine, [[5, 17, 3], [9, 33]], temperature=0)
-    assert not noise and not cuts
-    session = Session(engine)
-    session.configure(0, Sampling(), 0)
-    session.admit(0, [5, 17, 3], (0, 0))
-    session.admit(1, [9, 33], (1, 0), max_new_tokens=2)
-    while session.busy(1):
-        session.step()
-    sampled = len(noise)
-    while session.busy(0):
-        session.step()
-    assert sampled > 0 and len(noise) == sampled
-
-
 # -------------------------------------------------------------------------------- the residual rule
 
 V = 6
@@ -455,12 +425,6 @@ def test_a_perfect_draft_is_always_accepted():
     tree = tree._replace(extra=p, ran_index=torch.arange(4).expand(5000, -1))
     walk = residual_accept(tree, p, torch.full((5000, 4), 1 - 2.0**-24), 3, 1)
     assert (walk.node == 3).all() and torch.equal(walk.p, p[:, 3])
-
-
-def test_a_tree_without_children_ends_at_once():
-    p = torch.tensor([[[0.1, 0.9]], [[0.7, 0.3]]])
-    walk = residual_accept(root_tree(text_with(torch.tensor([0, 1]))), p, torch.ones(2, 1), 0, 0)
-    assert walk.node.tolist() == [0, 0] and torch.equal(walk.p, p[:, 0])
 
 
 # ------------------------------------------------------------------- each rule on the drafter's trees
