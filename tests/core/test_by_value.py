@@ -133,27 +133,6 @@ def test_what_pays_is_drafted_and_verified(room):
     assert chosen == nodes and (drafted == max(levels, 1) or nodes == 0)
 
 
-def test_more_confidence_never_drafts_less():
-    engine = priced(engine_for(golden_target(), drafter_of("eagle"), batch_size=2))
-    growth = engine.policy.growth
-    growth.rate, growth.live = 1.5, [True, True]
-    found = []
-    for confidence in (0.02, 0.1, 0.3, 0.6, 0.9, 0.99):
-        growth.acceptance = Acceptance([confidence])
-        growth.chosen = 2.0
-        found.append(Sure(growth, confidence).grow(2))
-    assert found == sorted(found) and found[0][1] == 0 and found[-1][0] == 4
-
-
-def test_a_bound_of_a_request_is_kept():
-    engine = engine_for(golden_target(), drafter_of("eagle"), ignore_eos=True, max_new_tokens=30)
-    for most in (3, 1, 0):
-        session = Session(replace(engine, policy=engine.policy.for_session()), [(0, 0)])
-        session.configure(0, engine.config.sampling, 0, most)
-        list(session.decode_turn([PROMPTS[0]]))
-        assert max(len(line["parents"]) for line in session.trace) == most
-
-
 # -------------------------------------------------------------------------------------- acceptance
 
 
