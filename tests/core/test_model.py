@@ -56,18 +56,6 @@ def configured(family="Llama", **changes):
     return config_from(OLD | changes, f"{family}ForCausalLM")
 
 
-def test_older_configs():
-    c = configured(rope_theta=5e5)
-    assert (c.n_kv_heads, c.head_dim, c.norm_eps, c.dtype) == (4, 16, 1e-5, "float16")
-    assert (c.rope_theta, c.rope_scaling, c.max_context) == (5e5, None, 512)
-    assert (c.eos_ids, c.tie_embeddings) == ((2,), False)
-    assert configured().rope_theta == 10000.0
-    c = configured(rope_scaling={"type": "linear", "factor": 4.0})
-    assert c.rope_scaling["rope_type"] == "linear" and c.rope_scaling["factor"] == 4.0
-    c = configured(num_key_value_heads=None, head_dim=None)
-    assert (c.n_kv_heads, c.head_dim) == (4, 16)
-
-
 YARNS = {  # changes of a plain block
     "plain": {},
     "from max_position_embeddings": {"original_max_position_embeddings": None},
@@ -177,43 +165,6 @@ def test_every_layout_loads_the_same(gqa, write, layout):
     other = load_model(write(layout=layout))
     assert same_parameters(other, load_model(gqa))
     assert not any(p.requires_grad or p.is_meta for p in other.parameters())
-
-
-def test_dtype_is_the_checkpoints_unless_told_otherwise(parts, write):
-    half = {name: w.bfloat16() for name, w in parts[1].items()}
-    path = write({"dtype": "bfloat16"}, tensors=half)
-    assert {p.dtype for p in load_model(path).parameters()} == {torch.bfloat16}
-    wide = load_model(path, torch.float32)
-    assert (
-        wide.norm.weight.dtype == torch.float32
-        and next(wide.ropes.buffers()).dtype == torch.float32
-    )
-    assert torch.equal(wide.norm.weight, half["model.norm.weight"].float())
-
-
-Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-def refused(directory):
-    """Load what cannot be loaded. Returns: the message, which must be one line."""
-    with pytest.raises(ValueError) as caught:
-        load_model(directory)
-    message = str(caught.value)
-    assert message and "\n" not in message
-    return message
-
-
-@pytest.mark.parametrize("layout", ["safetensors-sharded", "bin"])
-def test_weights_that_do_not_fit_are_named(parts, write, layout):
-    _, weights = parts
-    extra = "model.layers.1.self_attn.q_norm.weight"
-    bad = [{n: w for n, w in weights.items() if n != Q}, weights | {extra: torch.ones(16)}]
-    q = weights[Q]
-    for wrong in (q[:-1].clone(), q[:, :-1].clone(), q.flatten(), torch.tensor(1.0)):
-        bad.append(weights | {Q: wrong})
-    for tensors in bad:
-        message = refused(write(layout=layout, tensors=tensors))
-        assert (extra if extra in tensors else Q) in message, message
 
 
 # ------------------------------------------------------------------------------------------- memory
