@@ -33,8 +33,6 @@ from helpers import (
     golden_head,
     golden_target,
 )
-from model import Transformer
-from models.mixtures import Qwen
 from run.load import set_cuda_device
 from run.session import Session
 from run.warm_up import warm_up
@@ -200,48 +198,12 @@ def test_a_capture_that_fails_is_left_and_others_go_on(capsys, fake_graphs, fail
     assert [other() for _ in range(4)] == [5] * 4 and other.graph is not None
 
 
-def test_graphs_that_return_nothing_share_their_memory(monkeypatch, fake_graphs):
-    """The first one's, of those that are dropped together; others, whose results are read later, have their own."""
-    asked = []
-
-    class Taken(Capture):
-        def __init__(self, graph, pool=None, **options):
-            asked.append(pool)
-
-    monkeypatch.setattr(torch.cuda, "graph", Taken)
-    scratch = {}
-    for body in (lambda: None, lambda: 1, lambda: None, lambda: None):
-        replay = Replay(body, torch.device("cuda"), scratch)
-        assert [replay() for _ in range(4)] == [body()] * 4
-    assert asked == [None, None, 0, 0]
-
-
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     """The host's clock, in the only entry; it stands still until a test moves it."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
-
-
-def test_what_the_caller_does_is_not_decoding(clock):
-    engine = engine_for(golden_target(), RootOnly(), max_new_tokens=12, ignore_eos=True)
-    session = Session(engine, [(0, 0)])
-    for _ in session.decode_turn([PROMPT]):
-        clock[0] += 5
-    assert session.stats.decode_s == 0
-
-
-@pytest.mark.usefixtures("traced")
-def test_dense_layers_and_mixtures_are_compiled_apart():
-    """Compiled steps check no modules: one kind of block must not run what was compiled for the other."""
-    experts = {"n_experts": 8, "experts_per_token": 2, "expert_dim": 32, "dense_layers": (1,)}
-    target = Transformer(Qwen(64, 2, 4, 2, 16, 96, 97, **experts)).requires_grad_(False)
-    torch.manual_seed(0)
-    for parameter in target.parameters():
-        parameter.data = torch.randn(parameter.shape) * 0.2 + (parameter.dim() == 1)
-    engine = engine_for(target, RootOnly(), max_new_tokens=12, ignore_eos=True)
-    assert decode(compiled_as_on_cuda(engine), PROMPT).history == decode(engine, PROMPT).history
 
 
 def test_a_gpu_that_is_too_old(monkeypatch):
@@ -276,10 +238,3 @@ def test_without_the_compiler_cycles_are_captured_as_they_are(monkeypatch, capsy
     assert decode(warm, PROMPT).history == want
     note = "note: --compile does not work here (no gcc); running without it"
     assert capsys.readouterr().err.splitlines() == ([note] if compile else [])
-
-
-def test_with_compile_false_no_cycle_is_captured(monkeypatch):
-    engine = sized_engine(1.0)
-    monkeypatch.setattr("decode.Engine.on_cuda", True)
-    config = replace(engine.config, device="cuda", compile=False)
-    assert not build_cycles(replace(engine, config=config)).captured
