@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from test_generate import ON_DEMO, as_json, run
 
 from files.tokenizer import StopMatcher
 from run.library import generate, stream
@@ -59,12 +58,3 @@ def test_the_stop_that_is_complete_first_ends_a_text_however_it_comes(engines):
         assert generate(engine, [PROMPT], stop=stops).text[0] == want
         assert "".join(stream(engine, PROMPT, stop=stops)) == want
     assert StopMatcher(stops).push(whole, last=True) == want
-
-
-def test_the_command_line_takes_several(capsys):
-    line = f"{ON_DEMO} --prompt '{PROMPT}' --max_new_tokens 40 --stop file"
-    result = as_json(capsys, f"{line} --stop 'never said' --json -")
-    assert result["config"]["stop"] == ["file", "never said"]
-    assert result["finish_reason"] == ["stop"] and "file" not in result["text"][0]
-    out, _ = run(capsys, line)  # as it is decoded
-    assert out.startswith(result["text"][0] + "\n") and "[cut at" not in out
