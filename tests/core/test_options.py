@@ -261,13 +261,6 @@ def test_mistakes_are_one_line(odd, missing):
     assert not (odd / "new").exists()
 
 
-@pytest.mark.smollm2
-def test_the_header_of_a_gguf_file_refuses_a_head(smollm2):
-    line = f"generate.py --checkpoint {smollm2} --head {DEMO}-eagle --prompt a"
-    message = "hidden_size is 256, the target's is 576; use the head made for this target"
-    assert_refused(("torch", "safetensors"), [(line, message)])
-
-
 @pytest.mark.parametrize(
     "line, message",
     [
