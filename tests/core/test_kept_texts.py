@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from helpers import (
 )
 from reference import TORCH
 from run.session import Session
-from run.warm_up import _prefill_each_width, time_cycle
 
 
 def texts_of(kept: PastTexts) -> list[list[int]]:
@@ -95,19 +93,6 @@ def test_a_traced_lookup_reads_the_buffer():
 
 
 # ------------------------------------------------------------------------------------- what is kept
-
-
-def test_warming_up_keeps_nothing():
-    kept = PastTexts()
-    drafter = lookup(kept)
-    engine = engine_for(golden_target(), drafter, context=100)
-    engine = replace(engine, policy=drafter.method().policy)  # cold
-    _prefill_each_width(engine)
-    assert not kept.texts
-    timed = partial(time_cycle, engine)
-    warm = replace(engine, policy=engine.policy.on_engine_ready(engine, timed))
-    _prefill_each_width(warm)
-    assert kept.texts
 
 
 def test_a_turn_that_is_ended_early_is_kept():
