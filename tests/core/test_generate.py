@@ -100,6 +100,13 @@ def test_json_contract(capsys, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_json_to_standard_output_is_alone_there(capsys):
+    out, err = run(capsys, f"{OF_IDS} --context 10 --json -")
+    got = json.loads(out)
+    assert got["stats"]["tau"] == 1.0 and "tokens/s" in err
+    assert got["finish_reason"] == ["context"] and len(got["tokens"][0]) == 6
+
+
 def test_trace_contract(capsys, tmp_path):
     trace, result = tmp_path / "trace.jsonl", tmp_path / "j"
     run(capsys, f"{OF_IDS} --eagle {HEAD} --tree static --trace {trace} --json {result}")
@@ -473,11 +480,6 @@ def test_trees_by_device(monkeypatch, device, quant, dtype, tiles, nodes, childr
         tree = replace(config, draft=draft).draft_tree
         assert (tree.size, tree.width) == (nodes, children)
     assert replace(config, tree_size=50, tree_topk=9).draft_tree.size == 50
-
-
-def test_a_head_of_one_level_has_a_default_tree():
-    config = GenerateConfig(draft="medusa", tree_depth=1, device="cpu")
-    assert (config.draft_tree.depth, config.draft_tree.size) == (1, 5)
 
 
 OF_MODEL = {"draft": "model", "draft_checkpoint": DEMO}
