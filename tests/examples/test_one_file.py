@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 from helpers import GOLDEN, slow
@@ -107,19 +105,6 @@ def test_quantized_drafts_change_no_token(pair, bits):
     assert {8: 1e-3, 4: 0.03}[bits] < error < {8: 0.03, 4: 0.15}[bits]
 
 
-def test_a_tied_head_and_a_bin_file(tmp_path, monkeypatch):
-    """A copy of a golden target whose LM head is its embedding."""
-    source, head = PAIRS["eagle12"]
-    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
-    del tensors["lm_head.weight"]
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    monkeypatch.setitem(PAIRS, "tied", (tmp_path, head))
-    tokens, _ = decode(engine("tied", "none"))
-    assert tokens == project("tied", "none").tokens
-
-
 # ------------------------------------------------------------------------------------------ compiled
 
 
@@ -132,20 +117,6 @@ def test_steps_are_traced_whole(traced, tree, temperature):
     compiled = engine("eagle12", tree, compile=True, **small)
     assert decode(compiled) == decode(engine("eagle12", tree, **small))
     assert counters["stats"]["unique_graphs"] == 2  # no pass compiles anew
-
-
-SMALL = "--depth 2 --topk 2 --nodes 4 --context 32 --max_new_tokens 8 --device cpu --dtype float32"
-
-
-@pytest.mark.slow  # Inductor writes and compiles C++ for two steps: 50 s of processor time
-def test_compile_runs_on_a_cpu(tmp_path):
-    target, head = PAIRS["eagle12"]
-    command = f"{FILE} --checkpoint {target} --head {head} --prompt_ids 1,5,17,23,9 --temperature 1"
-    command = [sys.executable, *command.split(), *SMALL.split()]
-    eager = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    compiled = subprocess.run([*command, "--compile"], capture_output=True, text=True, check=True)
-    assert compiled.stdout.splitlines()[0] == eager.splitlines()[0]
-    assert len(eager.splitlines()[0].split(",")) == 6  # the last of them ends the text
 
 
 # ---------------------------------------------------------------------------------------- command
