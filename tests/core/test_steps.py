@@ -7,6 +7,7 @@ test_families.py compares passes in C++ with the steps.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from backends.cpp.layers import missing_step, steps_of
-from backends.fusions import MergedLayers
+from backends.fusions import MergedHead, MergedModel
 from eagle_draft import EagleConfig
 from families import FAMILIES
 from files import registry
@@ -25,11 +26,11 @@ from files.eagle_variants import Eagle3Variant
 from files.heads import make_head
 from files.rank import Rank
 from kv_cache import KVCache, Window, by_shape
-from model import ModelConfig, Transformer, run_layers, windows_of
+from model import ModelConfig, Transformer
 from models.steps import AddShared
-from reference import TORCH, choose, use_backend
+from reference import choose, use_backend
 from run.tp import SumRanks, cuts_of, with_sums
-from steps import Project, Rows, Step, run_steps
+from steps import Project, Rows, Step
 
 LLAMA = ModelConfig(64, 3, 4, 2, 16, 96, 50)
 MORE = {
@@ -86,43 +87,6 @@ def positions() -> Tensor:
     return tree_window().start[:, None] + torch.tensor([0, 1, 1, 2, 2, 3])
 
 
-Place = tuple[Step, nn.Module, int]  # a step, the owner of its weights, its layer
-
-
-def places_of(model: nn.Module) -> list[Place]:
-    """All steps of a model or a head, in their order."""
-    count = len(model.layers)
-    places = [(step, model, -1) for step in model.first]
-    places += [(s, layer, i) for i, layer in enumerate(model.layers) for s in layer.steps]
-    return [*places, *((step, model, count) for step in model.last)]
-
-
-def begun(model: nn.Module) -> tuple[Rows, nn.Module]:
-    """The first rows of a model or a head, and the embedding that they come from."""
-    tokens = torch.arange(B * T).view(B, T) % 50
-    if isinstance(model, Transformer):
-        return model.begin(tokens, positions(), tree_window()), model.embedding
-    generator = torch.Generator().manual_seed(3)
-    embedding = filled(nn.Embedding(50, 64))
-    features = torch.randn(B, T, 64, generator=generator).bfloat16().float()
-    windows = windows_of((), tree_window(), TORCH)
-    read = {"embedded": embedding(tokens).float(), "features": features}
-    rows = Rows(windows=windows, named=read)
-    return rows._replace(ropes=model.ropes(positions())), embedding
-
-
-def by_pytorch(model: nn.Module, config: ModelConfig) -> list[Rows]:
-    """The rows behind every step."""
-    rows, _ = begun(model)
-    cache = empty_cache(config)
-    found = []
-    for step, owner, layer in places_of(model):
-        kv = cache.layer(layer) if 0 <= layer < config.n_layers else None
-        rows = step.run(owner, rows._replace(kv=kv))
-        found.append(rows)
-    return found
-
-
 @cache
 def config_of(name: str) -> ModelConfig:
     """The config that is read from the file of transformers' model."""
@@ -139,28 +103,28 @@ def model_of(name: str) -> tuple[nn.Module, ModelConfig]:
     return filled(make_head(config)), config.model
 
 
+def passes(name: str) -> Iterator[Tensor]:
+    """What a model or a head computes over a cache, by its own steps and then by merged ones."""
+    model, config = model_of(name)
+    if name in MODELS:
+        tokens = torch.arange(B * T).view(B, T) % 50
+        for program in (None, MergedModel(model)):
+            model.program = program
+            yield model(tokens, positions(), empty_cache(config), tree_window(), aux_layers=(0, 1))
+        return
+    generator = torch.Generator().manual_seed(3)
+    embedded, features = torch.randn(2, B, T, 64, generator=generator).bfloat16().float()
+    for forward in (model.forward, MergedHead(model, None).forward):
+        yield forward(embedded, features, positions(), empty_cache(config), tree_window())
+
+
 @pytest.mark.parametrize("name", [*MODELS, *HEADS])
 def test_merged_steps_compute_what_their_parts_do(name):
-    model, config = model_of(name)
-    wanted = by_pytorch(model, config)
-    ends = [i for i, (*_, layer) in enumerate(places_of(model)) if 0 <= layer < config.n_layers]
-    rows, _ = begun(model)
-    rows = run_steps(model.first, model, rows)
-    fused = MergedLayers(model.layers, model.last, model)
-    kinds = [type(step) for segment in fused.segments for step in segment.steps]
-    assert len(kinds) < len(ends), "nothing was merged"
-    rows, aux = run_layers(
-        fused.segments, fused.begin(rows), empty_cache(config), aux_layers=(0, 1)
-    )
-    streams = [wanted[i].stream for i in ends if places_of(model)[i][2] == 0]
-    torch.testing.assert_close(aux[1], streams[-1], atol=1e-3, rtol=1e-3)
-    if name.startswith(
-        ("Gemma 3", "Qwen3.5", "Qwen3-Next")
-    ):  # whose merged norms take their weights in fp32
-        torch.testing.assert_close(fused.end(rows).h, wanted[-1].h, atol=1e-3, rtol=1e-3)
-        return
-    assert torch.equal(fused.end(rows).h, wanted[-1].h)
-    assert torch.equal(rows.stream, wanted[-1].stream)
+    want, got = passes(name)
+    if name.startswith(("Gemma 3", "Qwen3.5", "Qwen3-Next")):  # norms that take weights in fp32
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+    else:
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", MODELS)
