@@ -22,7 +22,6 @@ from draft_tree import DecodedTokens, DynamicTree, StaticTree
 from drafters import DrafterUpdate, DraftInputs, RootOnly
 from drafts.block_draft import UNSELECTED, BlockHead, load_head
 from drafts.by_value import beside
-from drafts.level_draft import tree_of
 from drafts.parallel_eagle import ParallelEagleDrafter
 from drafts.residual import sample_children
 from eagle_draft import load_head as load_eagle
@@ -45,8 +44,6 @@ from helpers import (
     engine_for,
     golden_target,
 )
-from run.load import load
-from run.options import GenerateConfig
 from scripts.train.losses import block_losses, pick_anchors
 from scripts.train.train_block import BlockTrainConfig, draft_blocks, make_head
 from scripts.train.train_block import write_files as write_trained
@@ -186,19 +183,6 @@ def test_merged_steps_compute_the_same(kind, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- trees
-
-
-def test_trees_deeper_than_the_block_and_draft_kinds(tmp_path):
-    config = GenerateConfig(draft="block", tree="chain", tree_depth=6)
-    with pytest.raises(ValueError, match="drafts 5 levels, and the tree has 6"):
-        tree_of(config, 5, tmp_path)
-    assert tree_of(replace(config, tree_depth=0), 5, tmp_path).depth == 5
-    auto = GenerateConfig(draft="block", tree="auto", device="cpu", tree_size=12)
-    assert tree_of(auto, 15, tmp_path) == DynamicTree(11, 4, 12), "all levels that 11 nodes reach"
-    assert tree_of(replace(auto, tree_depth=8), 15, tmp_path).depth == 8
-    path = heads.write(tmp_path / "head", BLOCKS["dflash"])
-    with pytest.raises(ValueError, match="--draft eagle needs a head of its own kind"):
-        load(checkpoint=str(GOLDEN / TARGET), head=str(path), draft="eagle")
 
 
 def test_trees_that_auto_chooses_from_are_as_deep_as_their_nodes_reach(tmp_path):
