@@ -1,4 +1,4 @@
-"""The model: tree masks against plain causal passes, keys of config.json, and directories: every layout, every mistake.
+"""The model: keys of config.json, directories of older files, and where weights lie.
 
 Logits against transformers, of every architecture: test_families.py.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -35,12 +35,6 @@ def gqa(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("plain")
     random_model("Llama", PLAIN).save_pretrained(path)
     return path
-
-
-@torch.no_grad()
-def causal(model, tokens):
-    """Features of a pass without a cache. tokens: [T]. Returns: [T, F]."""
-    return model(tokens[None], torch.arange(len(tokens))[None])[0]
 
 
 # ------------------------------------------------------------------------------------------- config
@@ -112,59 +106,20 @@ def test_ids_that_end_a_sequence(gqa, tmp_path):
 # ------------------------------------------------------------------------------------------ loading
 
 
-def write_model(directory, weights, layout="safetensors", config=None):
-    """Write a directory. layout: `safetensors` or `bin`, with `-sharded` in two files and an index."""
-    suffix, _, sharded = layout.partition("-")
-    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
-    save = save_file if suffix == "safetensors" else torch.save
-    directory.mkdir(exist_ok=True)
-    if config is not None:
-        (directory / "config.json").write_text(json.dumps(config))
-    if not sharded:
-        save(weights, directory / f"{stem}.{suffix}")
-        return directory
+def test_older_files_in_parts_load_the_same(gqa, tmp_path):
+    """Parts of pytorch_model.bin. Single files are in test_quantize.py, parts of safetensors in test_moe.py."""
+    (tmp_path / "config.json").symlink_to(gqa / "config.json")
+    weights = load_file(gqa / "model.safetensors")
     names, index = sorted(weights), {}
     for number, part in enumerate((names[::2], names[1::2]), 1):
-        file = f"{stem}-0000{number}-of-00002.{suffix}"
-        save({n: weights[n] for n in part}, directory / file)
+        file = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({name: weights[name] for name in part}, tmp_path / file)
         index |= dict.fromkeys(part, file)
-    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
-    return directory
-
-
-@pytest.fixture
-def parts(gqa):
-    """The config and weights of a good model, to be spoilt."""
-    return json.loads((gqa / "config.json").read_text()), load_file(gqa / "model.safetensors")
-
-
-@pytest.fixture
-def write(parts, tmp_path):
-    """Writes a good model, with changes, into a new directory."""
-    config, weights = parts
-    numbers = itertools.count()
-
-    def written(change=None, layout="safetensors", tensors=None):
-        spoilt = weights if tensors is None else tensors
-        path = tmp_path / str(next(numbers))
-        return write_model(path, spoilt, layout, config | (change or {}))
-
-    return written
-
-
-def same_parameters(a, b):
-    theirs = dict(b.named_parameters())
-    return all(torch.equal(p, theirs.pop(name)) for name, p in a.named_parameters()) and not theirs
-
-
-LAYOUTS = ("safetensors", "safetensors-sharded", "bin", "bin-sharded")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_loads_the_same(gqa, write, layout):
-    other = load_model(write(layout=layout))
-    assert same_parameters(other, load_model(gqa))
-    assert not any(p.requires_grad or p.is_meta for p in other.parameters())
+    listed = tmp_path / "pytorch_model.bin.index.json"
+    listed.write_text(json.dumps({"weight_map": index}))
+    ours, theirs = (dict(load_model(path).named_parameters()) for path in (tmp_path, gqa))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # ------------------------------------------------------------------------------------------- memory
