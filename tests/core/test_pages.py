@@ -29,8 +29,6 @@ from scripts.bench.methods import Setting, method_config
 
 CODE = (".py", ".sh", ".cpp", ".h")
 FOLDERS = ("benchmarks", "data", "docs", "heads", "scripts", "tests")
-# variables of other programs, which pages set before a command
-OF_OTHERS = {"TRITON_INTERPRET", "PYTORCH_NO_CUDA_MEMORY_CACHING"}
 # an option may name files that a page's reader has and this checkout has not
 NO_FILE = re.compile(r"no such (file|directory)|there is no directory|cannot read")
 WORKED = {"echo"}  # values that exist after the worked changes of docs/CONTRIBUTING.md
@@ -204,10 +202,6 @@ def test_pages_have_commands():
     """The search for them finds what it is to find, so that the test above is not empty."""
     found = {command.words[0] for command in commands()}
     assert {"generate.py", "quantize.py", "scripts/measure.py", "scripts/serve.py"} <= found
-    lines = ['train="python a.py --x 1"', "A=1 $train --y 'b c' && python3 d.py | tee e  # f"]
-    assert [" ".join(words) for words in shell_commands(lines, {}) if words] == [
-        "A=1 python a.py --x 1 --y b c", "python3 d.py", "tee e",
-    ]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- options, variables
@@ -232,21 +226,3 @@ def test_options_in_sentences_exist(monkeypatch, capsys):
                 read_command([flag])
             fault = capsys.readouterr().err
             assert "unrecognized" not in fault, (page.name, flag)
-
-
-def test_variables_in_pages_exist():
-    """And docs/USAGE.md has all that the code reads."""
-    texts = {file: file.read_text(encoding="utf-8") for file in code()}
-    variable = re.compile(r"\bGPT_EAGLE_[A-Z]+")
-    known = set(variable.findall("\n".join(texts.values())))
-    for page in pages():
-        named = set(variable.findall(page.read_text(encoding="utf-8")))
-        assert named <= known, (page.name, named - known)
-    of_program = [
-        text for file, text in texts.items() if file.relative_to(ROOT).parts[0] != "tests"
-    ]
-    usage = (ROOT / "docs" / "USAGE.md").read_text(encoding="utf-8")
-    assert set(variable.findall(usage)) == set(variable.findall("\n".join(of_program)))
-    for command in commands():
-        for name in set(command.variables) - OF_OTHERS:
-            assert any(re.search(rf"\b{name}\b", text) for text in texts.values()), command
