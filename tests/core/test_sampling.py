@@ -16,14 +16,12 @@ import torch
 
 import reference
 from draft_tree import DynamicTree, StaticTree
-from drafters import DraftInputs, RootOnly, TreeDrafter
+from drafters import DraftInputs, TreeDrafter
 from drafts import residual
 from drafts.noise import ACCEPT, DRAFT, uniforms
 from drafts.residual import ResidualCycle, residual_accept
 from helpers import (
     chi_square,
-    engine_for,
-    golden_target,
     parents_of,
     process,
     shaped_cut,
@@ -33,7 +31,6 @@ from helpers import (
 )
 from reference import TORCH, accept, best, build_tree, cumsum_in_blocks
 from run.options import Sampling
-from run.session import Session
 from runtime import replace_fields
 from sampling import CHOICE, SamplingMode, SamplingTensors, gumbel
 
@@ -104,14 +101,6 @@ def test_layout(seed, domain):
         exact = -torch.log(-torch.log1p(-u.double()))
         ours = gumbel(noise, draws[:, 0], 2, 10).double()
         torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "seed, words", [(7, [7, 0]), (2**32 + 7, [7, 1]), (2**64 - 1, [2**32 - 1, 2**32 - 1])]
-)
-def test_seeds_above_32_bits(seed, words):
-    engine = engine_for(golden_target(), RootOnly(), seed=seed, context=8)
-    assert Session(engine, [(0, 0)]).state.sampling.seed[0].tolist() == words
 
 
 def test_extreme_words(monkeypatch):
