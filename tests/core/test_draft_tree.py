@@ -1,16 +1,15 @@
-"""Every tensor step on trees against plain Python on lists, on random trees and on the edges."""
+"""Trees against plain Python on lists: masks, acceptance, compaction; and files of static trees.
+
+How trees grow is compared with plain searches in test_token_heads.py, with official traces in test_golden.py.
+"""
 
 import json
 import random
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from draft_tree import EAGLE1_PATHS, MAX_NODES, Children, DynamicTree, StaticTree
-from drafters import DraftInputs, TreeDrafter
-from helpers import golden_case, order_of, text_with
+from draft_tree import MAX_NODES, StaticTree
 from kv_cache import KVCache
 from model import ModelConfig
 from reference import (
@@ -18,13 +17,9 @@ from reference import (
     build_tree,
     choose,
     compaction,
-    joined,
     path_to,
 )
 from run.tree_paths import read_tree
-
-INF = float("inf")
-
 
 # ------------------------------------------------------------------------------------- plain Python
 
@@ -43,19 +38,6 @@ def accept_reference(tokens, parents, valid, choice):
     deepest = max(accepted, key=lambda node: (len(ancestors(parents, node)), -node))
     path = ancestors(parents, deepest)
     return path, [choice[node] for node in path]
-
-
-def select_nodes_reference(root, tokens, values, parents, size):
-    """Returns: tokens, parents, valid per node. parents: flat index, -1 for the root."""
-    best = sorted(range(len(tokens)), key=lambda i: (-values[i], i))[: size - 1]
-    chosen = sorted(best)
-    assert all(parents[i] < 0 or parents[i] in chosen for i in chosen)
-    node = {-1: 0} | {flat: number for number, flat in enumerate(chosen, 1)}
-    return (
-        [root] + [tokens[i] for i in chosen],
-        [0] + [node[parents[i]] for i in chosen],
-        [True] + [values[i] > -INF for i in chosen],
-    )
 
 
 def random_trees(rng, batch, size, vocab):
@@ -143,178 +125,7 @@ def test_compaction():
             assert torch.equal(new[b], want), b
 
 
-# ------------------------------------------------------------------------------------ dynamic trees
-
-
-def random_scores(rng, shape, cut=0.0):
-    """Scores with many ties and zeros, best first along the last dimension; a share `cut` of them -inf."""
-    values = torch.tensor(
-        rng.choices([0.0, -0.25, -0.5, -1.0, -3.0], k=torch.Size(shape).numel())
-    ).view(shape)
-    gone = torch.tensor([rng.random() < cut for _ in range(values.numel())]).view(shape)
-    return values.masked_fill(gone, -INF).sort(dim=-1, descending=True).values
-
-
-class Table(TreeDrafter):
-    """Grows trees whose children are given."""
-
-    def __init__(self, shape, children, run=lambda frontier, out: out, graft=None):
-        """children: of (outputs, level), the `Children`; run: of (frontier, outputs), the outputs"""
-        target = SimpleNamespace(
-            config=SimpleNamespace(vocab_size=99), norm=SimpleNamespace(weight=torch.zeros(1))
-        )
-        super().__init__(target, shape)
-        self.graft = graft
-        self.found = children
-        self.run = run
-
-    def root_output(self, state, root):
-        return torch.zeros(len(root.text.pos), 1, 1), torch.zeros_like(root.text.pos)
-
-    def score_children(self, out, level, root):
-        return self.found(out, level)
-
-    def forward_nodes(self, state, frontier, out, positions, window):
-        return self.run(frontier, out)
-
-
-def grown(shape, root, tokens, scores):
-    """Grow a tree whose children are given. tokens, scores: per level [B, R, k].
-
-    Returns: the tree; the pool; the frontiers that ran.
-    """
-    pools, ran = [], []
-
-    def run(frontier, out):
-        ran.append(frontier)
-        return out
-
-    def add(levels, text, backend):
-        pools.append(joined(levels))
-        return levels
-
-    def children(out, level):
-        return Children(tokens[level], scores[level])
-
-    table = Table(shape, children, run, SimpleNamespace(add=add))
-    tree = table.propose((), DraftInputs(None, text_with(root)))
-    return tree, pools[0], ran
-
-
-def pool_size(depth, K):
-    return K + (depth - 1) * K * K
-
-
-def random_levels(rng, batch, depth, K, cut=0.0):
-    """Children's tokens and scores, per level."""
-    shapes = [(batch, 1 if level == 0 else K, K) for level in range(depth)]
-    tokens = [
-        torch.tensor([rng.randrange(50) for _ in range(torch.Size(s).numel())]).view(s)
-        for s in shapes
-    ]
-    return tokens, [random_scores(rng, s, cut) for s in shapes]
-
-
-class PlainPool(NamedTuple):
-    """A row's candidates in plain Python, and the frontiers that run."""
-
-    tokens: list[int]
-    values: list[float]
-    parents: list[int]
-    ran: list[list[int]]  # tokens, per level
-    seen: list[list[set[int]]]  # scratch slots of each node's ancestors and its own, per level
-
-
-def plain_pool(tokens, scores, K):
-    """Every node of a frontier has K children; the K best of a level are the next frontier."""
-    pool = PlainPool([], [], [], [], [])
-    frontier, lines = [-1], {-1: set()}
-    for level, (names, steps) in enumerate(zip(tokens, scores)):
-        begin = len(pool.tokens)
-        for parent, row, step in zip(frontier, names, steps):
-            above = pool.values[parent] if parent >= 0 else 0.0
-            pool.tokens.extend(row)
-            pool.values.extend(above + score for score in step)
-            pool.parents.extend([parent] * K)
-        flat = range(begin, len(pool.tokens))
-        frontier = sorted(flat, key=lambda i: (-pool.values[i], i))[:K]
-        if level + 1 < len(tokens):
-            for place, node in enumerate(frontier):
-                lines[node] = lines[pool.parents[node]] | {level * K + place}
-            pool.ran.append([pool.tokens[node] for node in frontier])
-            pool.seen.append([lines[node] for node in frontier])
-    return pool
-
-
-@pytest.mark.parametrize("cut", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("depth, K", [(1, 4), (2, 1), (2, 3), (4, 4)])
-def test_pool_and_rerank(depth, K, cut):
-    """Candidates, the frontiers that run and what they see, and the best of all as a tree."""
-    rng = random.Random(depth)
-    tokens, scores = random_levels(rng, 40, depth, K, cut)
-    plain = [
-        plain_pool(*([x[b].tolist() for x in xs] for xs in (tokens, scores)), K) for b in range(40)
-    ]
-    roots = torch.arange(40)
-    for size in {2, K + 1, pool_size(depth, K) // 2 + 1, pool_size(depth, K) + 1}:
-        tree, pool, ran = grown(DynamicTree(depth, K, size), roots, tokens, scores)
-        assert pool.tokens.shape[1] == pool_size(depth, K)
-        assert [x.tolist() for x in pool] == [[row[i] for row in plain] for i in range(3)]
-        for level, frontier in enumerate(ran):
-            assert frontier.tokens.tolist() == [row.ran[level] for row in plain]
-            seen = [[set(x.nonzero()[:, 0].tolist()) for x in row] for row in frontier.seen]
-            assert seen == [row.seen[level] for row in plain]
-        for b, row in enumerate(plain):
-            want, parents, valid = select_nodes_reference(b, *row[:3], size)
-            assert tree.tokens[b].tolist() == want
-            assert tree.parents[b].tolist() == parents
-            assert tree.valid[b].tolist() == valid
-            assert tree.depths[b].tolist() == [len(ancestors(parents, n)) - 1 for n in range(size)]
-            inner = [parents[n] for n in range(size) if valid[n]]
-            assert all(valid[parent] for parent in inner), "invalid nodes have no valid child"
-            every = [want[0], *(token for level in row.ran for token in level)]
-            at = tree.ran_index[b].tolist()
-            assert at[0] == 0
-            assert all(every[place] == want[n] for n, place in enumerate(at) if place)
-            assert all(at[parent] for parent in inner if parent), "who has children ran"
-
-
 # ------------------------------------------------------------------------------------- static trees
-
-
-def parents_of(tree):
-    """Parent's node number per node, as the tree has it that grows."""
-    rows = [1, *tree.widths]
-    tokens = [
-        torch.arange(rows[level] * tree.ranks(level)).view(1, rows[level], -1)
-        for level in range(tree.depth)
-    ]
-    made, *_ = grown(tree, torch.tensor([99]), tokens, [-torch.ones(x.shape) for x in tokens])
-    assert made.valid.all() and made.values[0].tolist() == [
-        -float(len(path)) for path in order_of(tree)
-    ]
-    return made.parents[0].tolist()
-
-
-def test_order_is_by_depth_then_path():
-    tree = StaticTree(((1,), (0, 1), (0,), (1, 0), (2,), (0, 1, 3)))
-    assert order_of(tree) == [(), (0,), (1,), (2,), (0, 1), (1, 0), (0, 1, 3)]
-    assert parents_of(tree) == [0, 0, 0, 0, 1, 2, 4]
-    assert (tree.depth, tree.size, tree.width, tree.widths) == (3, 7, 4, [2, 1])
-    assert tree.inner == [[()], [(0,), (1,)], [(0, 1)]]
-    assert [tree.ranks(d) for d in range(3)] == [3, 2, 4]
-
-
-@pytest.mark.parametrize("name, tree", [
-    ("eagle1_static26_mha", StaticTree(EAGLE1_PATHS)), ("eagle1_static26_mha_temp1", StaticTree(EAGLE1_PATHS)),
-    ("eagle1_chain5_mha_alpha", StaticTree.chain(5)),
-])  # fmt: skip
-def test_official_static_trees(name, tree):
-    official = golden_case(name)["static_tree"]
-    assert parents_of(tree) == [0, *official["parents"][1:]]
-    assert [len(p) for p in order_of(tree)] == official["tree_position_ids"]
-    choices = sorted(official["tree_choices"], key=lambda p: (len(p), p))
-    assert [list(p) for p in order_of(tree)[1:]] == choices
 
 
 def saved(folder, text):
