@@ -1,12 +1,9 @@
-"""Texts of past requests: their order, and that drafts from them change no token."""
+"""Texts of past requests: which are kept, and that a traced lookup reads them. Tokens: test_requests.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from test_requests import decoded, engine_of, wanted
 
 from draft_tree import DecodedTokens
 from drafts import ngram_draft
@@ -14,7 +11,6 @@ from drafts.kept_texts import RUN, PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter
 from helpers import (
     PROMPTS,
-    Scripted,
     engine_for,
     golden_target,
 )
@@ -54,26 +50,6 @@ def test_the_least_recently_used_text_makes_way():
     assert texts_of(kept) == [text.tokens for text in kept.texts]
 
 
-# ---------------------------------------------------------------------------------- the same tokens
-
-
-def lookup(kept: PastTexts) -> NgramDrafter:
-    return NgramDrafter(Ngram(kept=kept))
-
-
-@pytest.mark.parametrize("draft, batch", [("ngram", 1), ("eagle+ngram", 3)])
-def test_kept_texts_change_no_token(draft, batch):
-    """With an empty store and with these very texts in it, which takes fewer cycles."""
-    engine = engine_of(draft, batch_size=batch)
-    engine = replace(engine, policy=Scripted(engine.policy.kept))
-    cycles = []
-    for _ in range(3):
-        result = decoded(engine)
-        assert result.tokens == wanted("none")
-        cycles.append(result.stats["cycles"])
-    assert 4 * max(cycles[1:]) < 3 * cycles[0], cycles
-
-
 @pytest.mark.usefixtures("traced")
 def test_a_traced_lookup_reads_the_buffer():
     """Texts change between requests, and nothing is traced again."""
@@ -92,13 +68,10 @@ def test_a_traced_lookup_reads_the_buffer():
     assert found == [[False, False], [True, False]]
 
 
-# ------------------------------------------------------------------------------------- what is kept
-
-
 def test_a_turn_that_is_ended_early_is_kept():
     """As a server ends one at a text that the client names."""
     kept = PastTexts()
-    engine = engine_for(golden_target(), lookup(kept), max_new_tokens=20)
+    engine = engine_for(golden_target(), NgramDrafter(Ngram(kept=kept)), max_new_tokens=20)
     session = Session(engine)
     session.admit(0, PROMPTS[0], (0, 0))
     for _ in range(4):
