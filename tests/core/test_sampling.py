@@ -292,47 +292,6 @@ def test_choices_along_prompts_and_samples():
         assert chi_square(joint, torch.outer(p, p)) > ALPHA
 
 
-# ------------------------------------------------------------------------------ rows of one batch
-
-ROWS_RULES = [
-    Sampling(), Sampling(0.6, top_k=12), Sampling(1.0, min_p=0.05), Sampling(0.8, top_p=0.7),
-    Sampling(1.0, top_k=40, top_p=0.9), Sampling(1.0), Sampling(),
-]  # fmt: skip
-BACKENDS = pytest.mark.parametrize(
-    "backend", [reference.choose(torch.device("cpu")), TORCH], ids=["ours", "plain"]
-)
-
-
-@BACKENDS
-def test_a_row_is_cut_by_its_own_parameters(backend):
-    """To the bit, whatever the kind of the step and the other rows; a greedy one's scores stay as they are."""
-    logits = 4 * torch.randn(len(ROWS_RULES), 3, 997, generator=torch.Generator().manual_seed(0))
-    together = SamplingTensors.from_params(ROWS_RULES).cut(logits, backend)
-    noisy = []
-    for row, own in enumerate(ROWS_RULES):
-        if own.temperature == 0:
-            assert torch.equal(together[row], logits[row])
-            continue
-        mode = SamplingMode.needed_by(own)
-        rule = SamplingTensors.from_params([own]).needed(mode)
-        assert torch.equal(together[row : row + 1], rule.cut(logits[row : row + 1], backend))
-        noisy += [row] if mode == SamplingMode.NOISY else []
-    uncut = SamplingTensors.from_params(ROWS_RULES).needed(SamplingMode.NOISY).cut(logits, backend)
-    assert torch.equal(uncut[noisy], together[noisy]) and noisy
-
-
-@BACKENDS
-def test_a_greedy_row_has_no_noise(backend):
-    greedy = torch.tensor([False, True, False])
-    seeds = torch.tensor([[1, 0], [2, 0], [3, 0]])
-    key = SamplingTensors(seeds, torch.arange(3), torch.zeros(3, dtype=torch.long), greedy)
-    first = torch.tensor([4, 5, 6])
-    noise = gumbel(key, first, 2, 130, backend=backend)
-    assert not noise[1].any()
-    everywhere = gumbel(key._replace(greedy=None), first, 2, 130, backend=backend)
-    assert torch.equal(noise[~greedy], everywhere[~greedy]) and everywhere[1].all()
-
-
 # -------------------------------------------------------------------------------- the residual rule
 
 V = 6
