@@ -33,7 +33,6 @@ from helpers import (
     Scripted,
     decode,
     engine_for,
-    fresh,
     golden_head,
     golden_target,
     noisy_copy,
@@ -329,31 +328,6 @@ class Script(Scripted):
         self.ran.append(min(next(self.order), limit))
         self.every.append(self.expected)
         return self.ran[-1]
-
-
-ORDERS = {"mixed": [3, 0, 2, 0, 1, 0, 3, 2], "long rests": [3] + [0] * 35 + [2, 1] + [0] * 5}
-
-
-@pairwise(
-    kind=["eagle", "eagle 3", "model"], temperature=[0.0, 1.0], batch=[1, 2], captured=[False, True],
-    grows=[False, True], order=list(ORDERS),
-)  # fmt: skip
-def test_switching_changes_no_token(kind, temperature, batch, captured, grows, order):
-    options = {"max_new_tokens": 50 if order == "long rests" else 24, "batch_size": batch}
-    options |= {"ignore_eos": True, "temperature": temperature, "seed": 3}
-    target = golden_target(TARGETS[kind == "eagle 3"])
-    plain = decode(engine_for(target, RootOnly(), **options), *PROMPTS[:batch])
-    engine = engine_for(target, drafter_of(kind, grows=grows), **options)
-    for host_lag in (0, 0 if grows else 1):
-        script = Script(ORDERS[order])
-        scripted = replace(fresh(engine, captured), policy=script)
-        session = Session(scripted, [(i, 0) for i in range(batch)], host_lag)
-        list(session.decode_turn(PROMPTS[:batch]))
-        assert session.history == plain.history
-        assert set(script.ran) == set(range(len(engine.presets)))
-        again = [h[:20] for h in session.history]  # a second turn over the same buffers
-        list(session.decode_turn(again))
-        assert [h[:20] for h in session.history] == again
 
 
 @pairwise(
