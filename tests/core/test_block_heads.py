@@ -23,7 +23,6 @@ from drafters import DrafterUpdate, DraftInputs, RootOnly
 from drafts.block_draft import UNSELECTED, BlockHead, load_head
 from drafts.by_value import beside
 from drafts.parallel_eagle import ParallelEagleDrafter
-from drafts.residual import sample_children
 from eagle_draft import load_head as load_eagle
 from heads import (
     BLOCKS,
@@ -288,27 +287,6 @@ def test_blocks_of_training_are_those_of_decoding(kind, tmp_path):
     assert (losses - sums / 2).abs().max() < 1e-3
 
 
-def test_only_marked_tokens_count():
-    """A level counts while all tokens up to it are marked, inside the text."""
-    head, _ = trained("dflash")
-    target = golden_target(TARGET)
-    text = torch.tensor([vanilla(1.0)[0][:16]])
-    features = target(text, torch.arange(16)[None], aux_layers=head.aux_layers)
-    mask = torch.ones_like(text, dtype=torch.bool)
-    mask[0, 6] = False
-    cut = block_losses(head, target, (text, mask, features), torch.tensor([[3, 12]]))
-    parts = [
-        block_losses(head, target, (text, mask | True, features), torch.tensor([[a]]))
-        for a in (3, 12)
-    ]
-    want = [(parts[0][i] + parts[1][i]) / 2 for i in range(2)]  # then 6 is unmarked
-    want += [parts[1][2], torch.tensor(0.0), torch.tensor(0.0)]  # then the text ends
-    assert torch.allclose(torch.stack(cut), torch.stack(want), atol=1e-5)
-    generator = torch.Generator().manual_seed(1)
-    anchors = pick_anchors(mask, 14, generator)
-    assert anchors.tolist() == [[a for a in range(15) if a != 5]]  # 5 is before the unmarked token
-
-
 # ------------------------------------------------------------------------------------------- loops
 
 
@@ -320,20 +298,6 @@ def test_a_trained_drafter_predicts(kind, tmp_path):
     engine = assert_vanillas_tokens(files, PROMPTS, "compiled", 0.0, 1.2, max_new_tokens=50)
     assert engine.option("draft") == "block" and engine.option("quant_draft") == "int4"
     assert (engine.drafter.head.program is None) == (kind == "dflash2")
-
-
-@pytest.mark.parametrize("kind", ["DeepSpec dflash", "DeepSpec"])
-def test_children_drawn_from_q_are_exact(kind, tmp_path):
-    """Also where the confidence moves the values of paths; the residual rule runs."""
-    target = golden_target(TARGET)
-    options = {"temperature": 1.0, "batch_size": 2, **SETTINGS, "max_new_tokens": 8}
-    static = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
-    drafter = sample_children(made(tmp_path, kind, tree=static))
-    found = decode(engine_for(target, drafter, **options), *PROMPTS)
-    want = [text[: len(prompt) + 8] for text, prompt in zip(vanilla(1.0), PROMPTS)]
-    assert found.history == want
-    found = decode(engine_for(target, drafter, accept="residual", **options), *PROMPTS)
-    assert [*map(len, found.history)] == [*map(len, want)]
 
 
 @pytest.mark.parametrize("kind, form", [
