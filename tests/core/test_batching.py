@@ -19,7 +19,6 @@ from helpers import (
     golden_target,
     record,
 )
-from run.generate import main
 from run.load import load
 from run.options import DEMO, GenerateConfig
 from run.session import Session
@@ -60,10 +59,6 @@ def test_a_cycle_runs_from_the_first_busy_row_to_the_last(busy, ran, monkeypatch
 
 # -------------------------------------------------------------------------------------------- files
 
-BASE = [
-    "--checkpoint", DEMO, "--device", "cpu", "--draft", "none", "--max_new_tokens", "12", "--batch_size", "3", "--temperature", "1",
-]  # fmt: skip
-
 
 @pytest.fixture
 def prompts(tmp_path) -> Path:
@@ -72,16 +67,6 @@ def prompts(tmp_path) -> Path:
     rows += [{"question_id": 81, "turns": ["def f():", "return"], "reference": []}]
     file.write_text("\n".join(map(json.dumps, rows)))
     return file
-
-
-def test_results_are_printed_in_order(capsys, tmp_path, prompts):
-    """With the id of their row, whichever ends first."""
-    main([*BASE, "--prompt_file", str(prompts), "--json", str(tmp_path / "j")])
-    out, err = capsys.readouterr()
-    whole = json.loads((tmp_path / "j").read_text())
-    names = [f"f/{i}" for i in range(8)] + ["81, turn 1", "81, turn 2"]
-    named = [f"== {name} ==\n{text}" for name, text in zip(names, whole["text"], strict=True)]
-    assert out == "\n\n".join(named) + "\n" and "sequences take" in err
 
 
 # ------------------------------------------------------------------------------------------- memory
