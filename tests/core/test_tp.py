@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -376,18 +375,6 @@ def test_other_programs_refuse_torchrun(rank_1, monkeypatch):
     for refused in (lambda: generate.load(checkpoint=DEMO, device="cpu"), ranks.refuse_torchrun):
         with pytest.raises(ValueError, match="start this program without it"):
             refused()
-
-
-@pytest.mark.parametrize("device,place,rule", [
-    ("cuda", Rank(1, 2, 1), ""),
-    ("", Rank(2, 3, 2), "--device cuda:2: the last CUDA device here is cuda:1"),
-    ("cuda:1", Rank(1, 2, 1), "--device cuda:1 is one GPU, and every rank needs its own; use --device cuda"),
-])  # fmt: skip
-def test_gpus(monkeypatch, device, place, rule):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=rule) if rule else nullcontext():
-        assert ranks._device(GenerateConfig(device=device), place) == "cuda:1"
 
 
 @pytest.mark.parametrize("first", [True, False])
