@@ -134,16 +134,6 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def test_it_prints_ids_and_speed(capsys):
-    target, head = map(str, PAIRS["eagle12"])
-    flags = "--prompt_ids 1,5,17 --max_new_tokens 12 --context 64"
-    status, out, err = run("--checkpoint", target, "--head", head, *flags.split(), capsys=capsys)
-    want = sum(engine("eagle12", "none").generate([1, 5, 17], 12, 0), [])
-    assert (status, [*map(int, out.split(","))]) == (0, want)
-    assert err.startswith(f"{len(want)} tokens, ") and " tokens/s, tau " in err
-    assert err.endswith("the same tokens\n")
-
-
 def test_without_arguments_it_prints_the_demos_text():
     """From any folder, in some seconds of processor time; a pipe gets the text alone."""
     done = subprocess.run([sys.executable, FILE], capture_output=True, text=True, cwd="/")
