@@ -1,4 +1,4 @@
-"""Rows of a session: passes that they share and do not share, results in order, and the memory of their caches.
+"""Rows of a session: passes that they share and do not share, and the memory of their caches.
 
 Texts of rows that take one request after the other: test_requests.py.
 """

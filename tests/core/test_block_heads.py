@@ -1,4 +1,4 @@
-"""Block drafters and P-EAGLE: the official code's scores in every layout, trees of the best prefixes, training, and vanilla's tokens.
+"""Block drafters and P-EAGLE: the official code's scores in every layout, training, and vanilla's tokens.
 
 tests/cases/heads.py has the heads, and golden/block_heads their scores. test_lossless.py has more loops, tests/files/test_heads.py
 damaged files.
