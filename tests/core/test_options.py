@@ -155,25 +155,19 @@ MISTAKES = [
     # names, files and folders
     ("--checkpoint tests/Llama-2-7b --prompt a", "no such directory: tests/Llama-2-7b; a model of a hub is named hf:OWNER/NAME, one of ollama ollama:NAME"),
     (f"{OF_IDS} --eagle nowhere", "no such directory: nowhere"),
-    (f"{OF_IDS} --json .", "is a directory"),
     (f"{OF_IDS} --json a.txt --trace ./a.txt", "--json and --trace both write a.txt; name another file for one"),
     (f"{OF_IDS} --json no/such/dir/out.json", "cannot write no/such/dir/out.json; there is no directory"),
-    (f"{OF_IDS} --trace a\0", "embedded null byte"),
     # prompts
     (f"{OF_IDS} --prompt a", "prompts come from one place; --prompt and --prompt_ids were given"),
-    ("--prompt ''", "--prompt is empty"),
     (f"--checkpoint {TARGET}", "no prompt"),
     ("--prompt_file nowhere.txt", "cannot read nowhere.txt"),
     (f"--checkpoint {TARGET} --prompt_ids 5,x", "numbers like 5,17,3"),
     # kinds, choices and ranges
     (f"{OF_IDS} --no_such_flag", "--no_such_flag"),
     (f"{OF_IDS} --max_new_tokens 0", "--max_new_tokens must be at least 1"),
-    (f"{OF_IDS} --max_new_tokens many", "--max_new_tokens"),
     (f"{OF_IDS} --threads 9999", f"--threads must be at most {processors()}; it is 9999"),
     (f"{OF_IDS} --top_p 0", "--top_p must be in (0, 1]; it is 0.0"),
-    (f"{OF_IDS} --top_p nan", "--top_p must be a number; it is nan"),
     (f"{OF_IDS} --device tpu", "--device must be cpu or cuda; it is tpu"),
-    (f"{OF_IDS} --draft oracle", "--draft"),
     (f"{WITH_HEAD} --tree dynamic:,,65", "NODES of --tree (tree_size) must be at most 64; it is 65"),
     (f"{WITH_HEAD} --tree dynamic:1,4,9", "lower NODES of --tree"),
     # needs: of sampling, of a draft, of a tree, of a run
@@ -185,17 +179,12 @@ MISTAKES = [
     (f"{OF_IDS} --random llama2-7b --temperature 1 --tree chain --accept residual", "--random takes no --accept residual; drop one of them"),
     ("--interactive --batch_size 2", "--batch_size cannot go with --interactive"),
     (f"{OF_IDS} --compile --plain", "--plain is the opposite of --compile; drop one of them"),
-    (f"{OF_IDS} --system b", "--system belongs to a chat template; drop --chat none or prompt_ids"),
     # chat templates
     (f"{ON_DEMO} --chat --prompt a", "--chat NAME"),
-    (f"{ON_DEMO} --chat alpaca --prompt a", "alpaca"),
-    (f"{OF_IDS} --chat vicuna", "prompt_ids"),
     (f"{ON_DEMO} --prompt a --system b", "demo has none; add --chat NAME with one of llama3"),
     (f"{ON_DEMO} --prompt a --chat mistral --system b", "mistral takes no system message (raises: there is no place for one); drop --system"),
-    (f"{OF_IDS} --temperature warm", "invalid float value: 'warm'"),
     (f"{OF_IDS} --dtyp float32", "unrecognized arguments: --dtyp float32; did you mean --dtype?"),
     (f"{OF_IDS} --dtype int3", "invalid choice: 'int3'"),
-    (f"{OF_IDS} --kv int4", "invalid choice: 'int4' (choose from 'int8')"),
     *[(f"{WITH_HEAD} --tree '{text}'", "numbers from 1 on") for text in NO_TREES],
 ]  # fmt: skip
 # those that need the header of a file, without torch
@@ -209,7 +198,6 @@ OF_HEADERS = [
      "the grammar is refused: Invalid type: strin; correct it"),
     (f"quantize.py --checkpoint {DEMO} --out {{odd}}", "exists; give --overwrite"),
     ("quantize.py --checkpoint nowhere --out {odd}/new", "no such directory: nowhere"),
-    ("scripts/serve.py --checkpoint {odd}", "architecture PhiForCausalLM is not supported"),
     ("scripts/train_head.py --checkpoint {odd} --out {odd}/new",
      "architecture PhiForCausalLM is not supported"),
     (f"scripts/train_head.py --checkpoint {DEMO} --out {{odd}}/new", "has no chat template"),
@@ -267,9 +255,7 @@ def test_mistakes_are_one_line(odd, missing):
         (f"--checkpoint {TARGET} --prompt a", "--prompt_ids"),  # no tokenizer
         (f"--checkpoint {TARGET} --prompt_ids 5,97", "0..96"),
         (f"{OF_IDS} --context 4", "prompt has 4 tokens, the context holds 4"),
-        (f"{OF_IDS} --context 100000", "beyond the model's 512"),
         (f"{OF_IDS} --draft eagle", "name its directory with --head"),
-        (f"{OF_IDS} --tree static", "--tree does nothing with --draft ngram, which has no choice of trees; drop it"),
         (f"{WITH_HEAD} --draft eagle+ngram --tree dynamic:,,5", "do not fit a tree"),
         ("--random 7b --prompt a", "--random takes one of tiny-0.5b, llama2-7b, llama2-13b, llama2-70b, llama3-8b, llama3-70b, or a config.json; it is 7b"),
         (f"{OF_MODEL} {DEMO}", "vocab_size is 97 in"),
@@ -288,17 +274,12 @@ def test_mistakes_that_only_the_files_tell_are_one_line(capsys, line, message):
         ({"ignore_eos": 1}, "--ignore_eos must be True or False; it is 1"),
         ({"quant": "int3"}, "--quant must be one of none, int8, int4; it is 'int3'"),
         ({"eagle": 5}, "--head must be a text; it is 5"),
-        ({"tree_size": float("nan")}, "NODES of --tree (tree_size) must be a whole number; it is nan"),
         ({"tree": "dynamic:,,8", "tree_size": 9}, "--tree has tree_size already; give it once"),
-        ({"logit_bias": 5}, "logit_bias must be a text; it is 5"),
         ({"logit_bias": "5+1"}, """logit_bias must be {"token id": number, ...}; it is '5+1'"""),
-        ({"logit_bias": '{"5": -1e999}'}, "a logit_bias must be from -100 to 100; that of 5 is -inf"),
         ({"logit_bias": '{"97": 1}'}, "logit_bias: token ids must be in 0..96; one is 97"),
         ({"dry_sequence_breakers": ["a"] * 65, "dry_multiplier": 1.0}, "dry_sequence_breakers may have 64 texts, not 65"),
-        ({"dry_sequence_breakers": 5}, "dry_sequence_breakers must be texts that are not empty; it is 5"),
         # needs
         ({"tree": "chain", "tree_file": "x"}, "--tree x is a static tree, not chain"),
-        ({"tree_file": "nowhere.json"}, "cannot read nowhere.json"),
         # rules of acceptance
         ({"children": "sampled"} | SAMPLED, "--children sampled would make a dynamic tree lossy; use --tree static"),
         ({"children": "noise"} | RESIDUAL, "does not read the target's noise"),
@@ -308,9 +289,7 @@ def test_mistakes_that_only_the_files_tell_are_one_line(capsys, line, message):
         ({"draft": "none", "eagle": ""} | RESIDUAL, "--accept belongs to heads, draft models and --draft ngram"),
         # drafters without a model
         ({"draft": "recycling", "eagle": "", "tree": "dynamic"}, "--tree cannot be dynamic with --draft recycling; use auto or static"),
-        ({"draft": "recycling"}, "--head does nothing with --draft recycling"),
         ({"draft": "rest", "eagle": ""}, "--draft rest needs its texts; add --datastore FILE"),
-        ({"draft": "ngram", "eagle": "", "datastore": "x"}, "--datastore belongs to --draft rest; add that"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work(settings, message):
