@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends.cpp.layers import missing_step, steps_of
 from backends.fusions import MergedHead, MergedModel
 from eagle_draft import EagleConfig
 from families import FAMILIES
@@ -30,7 +29,7 @@ from model import ModelConfig, Transformer
 from models.steps import AddShared
 from reference import choose, use_backend
 from run.tp import SumRanks, cuts_of, with_sums
-from steps import Project, Rows, Step
+from steps import Project
 
 LLAMA = ModelConfig(64, 3, 4, 2, 16, 96, 50)
 MORE = {
@@ -143,25 +142,6 @@ def test_ranks_add_up_what_they_share(name):
     ]
     assert {0, 1} == {cut.dim for cut in cuts_of(config, Rank(0, 2, 0)).values()}
     assert {step.row_parallel for step in projections if step.name in ("wo", "w2")} == {True}
-
-
-@dataclass(frozen=True)
-class Double(Step):
-    """A step that C++ does not know."""
-
-    def run(self, layer: nn.Module, rows: Rows) -> Rows:
-        return rows.put("h", 2 * rows.h)
-
-
-def test_a_step_without_cpp_leaves_its_model_to_pytorch():
-    model, config = model_of("LLaMA, as it is")
-    want = model(*[torch.zeros(1, 3, dtype=torch.long)] * 2)
-    for layer in model.layers:
-        layer.steps = (*layer.steps[:-1], Double(), layer.steps[-1])
-    assert missing_step(steps_of(model))
-    model.fuse(True)
-    assert model.program is None
-    assert not torch.equal(model(*[torch.zeros(1, 3, dtype=torch.long)] * 2), want)
 
 
 # ------------------------------------------------------------------------------------- the registry
