@@ -38,7 +38,6 @@ from heads import (
 from helpers import (
     GOLDEN,
     PROMPTS,
-    compiled_as_on_cuda,
     decode,
     engine_for,
     golden_target,
@@ -309,26 +308,6 @@ def test_heads_that_are_not_trained_give_vanillas_tokens(kind, form, tmp_path):
     files = {"checkpoint": CHECKPOINT, "head": head, "tree": "dynamic"}
     engine = assert_vanillas_tokens(files, PROMPTS, form, 1.0, 1.0, max_new_tokens=50)
     assert engine.option("draft") == ("eagle" if kind == "peagle" else "block")
-
-
-@pytest.mark.slow  # 15 s of tracing each
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "dspine", "lilicorr", "peagle"])
-def test_compiled_as_on_cuda(traced, kind, tmp_path):
-    """Sampled, two sequences: the tokens of the eager steps."""
-    torch._dynamo.reset()
-    target = golden_target(TARGET)
-    tree = DynamicTree(depth=3, topk=3, size=8)
-    path = heads.write(tmp_path / "head", BLOCKS[kind])
-    drafter = (
-        ParallelEagleDrafter(load_eagle(path, target), target, tree)
-        if kind == "peagle"
-        else drafter_of(path, tree)
-    )
-    options = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0, "batch_size": 2}
-    engine = engine_for(target, drafter, **options)
-    plain = decode(engine, *PROMPTS)
-    assert decode(compiled_as_on_cuda(engine), *PROMPTS).history == plain.history
-    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 # ------------------------------------------------------------------------------------------- files
