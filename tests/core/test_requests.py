@@ -24,7 +24,7 @@ llguidance = pytest.importorskip("llguidance")
 import demo_drafts  # noqa: E402
 from demo_drafts import DRAFTS, plain_loop  # noqa: E402
 from drafts.grammar import STYLE, Grammar, _vocabulary  # noqa: E402
-from helpers import Scripted, compiled_as_on_cuda, fresh, slow, trimmed_head  # noqa: E402
+from helpers import Scripted, fresh, slow, trimmed_head  # noqa: E402
 from run.generate import Answers  # noqa: E402
 from run.library import generate  # noqa: E402
 from run.options import DEMO, Sampling  # noqa: E402
@@ -266,15 +266,6 @@ def test_rows_are_released_at_random_and_given_away(draft, captured, host_lag):
         session.step()
     assert len(found) > 8 and (unread > 5) == (host_lag > 0)
     assert draft != "auto" or set(engine.policy.ran) == set(range(len(engine.presets)))
-
-
-@pytest.mark.slow  # half a minute to trace
-@pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("draft", ["none", "dynamic"])
-def test_steps_are_traced_whole(draft):
-    """As --compile does on CUDA, where no step may look at a value."""
-    engine = engine_of(draft, batch_size=3, compile=False)
-    assert decoded(compiled_as_on_cuda(engine)).tokens == wanted("none")
 
 
 def test_a_later_turn_keeps_the_parameters():
