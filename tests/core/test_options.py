@@ -6,7 +6,6 @@ What a program refuses is a row: a command line, or settings from Python, and wo
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -94,21 +93,6 @@ def test_a_tree_is_one_text(text, options):
     assert parse_tree(text) == options
     assert read(f"--tree '{text}'") == GenerateConfig(**options)
     assert parsing.by_names(GenerateConfig, {"tree": text}) == options
-
-
-def test_values_as_texts_have_the_types_of_their_fields():
-    """As `/set` of a chat and the methods of benchmarks give them."""
-    texts = ["ignore_eos=False", "num-samples=3", "typical_p=0.5", "stop=a", "json=a=b"]
-    given = parsing.read_settings(GenerateConfig, [*texts, "eagle=there"])
-    given = parsing.by_names(GenerateConfig, given)
-    want = {"ignore_eos": False, "num_samples": 3, "typical_p": 0.5}
-    assert given == want | {"stop": ("a",), "json": "a=b", "head": "there"}
-    for text, said in (
-        ("dtype", "name=value, as seed=1; it is 'dtype'"),
-        ("dtyp=a", "no option dtyp; did you mean dtype?"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(said)):
-            parsing.read_settings(GenerateConfig, [text])
 
 
 # ----------------------------------------------------------------------------------------- mistakes
@@ -233,19 +217,14 @@ def odd(tmp_path) -> Path:
     return tmp_path
 
 
-def assert_refused(missing: tuple[str, ...], rows: list[tuple[str, str]]) -> None:
-    """Status 2, and one line with the words."""
-    for ran, row in zip(run_without(missing, [line for line, _ in rows]), rows):
-        assert ran.status == 2 and row[1] in ran.err and len(ran.err.splitlines()) == 1, (row, ran)
-
-
 @pytest.mark.parametrize("missing", REFUSED, ids=" ".join)
 def test_mistakes_are_one_line(odd, missing):
-    """In one process a group, in which some imports fail. No folder is left behind."""
+    """With status 2. In one process a group, in which some imports fail. No folder is left behind."""
     if missing == ("torch", "safetensors"):
         pytest.importorskip("llguidance")
     rows = [(line.replace("{odd}", str(odd)), words) for line, words in REFUSED[missing]]
-    assert_refused(missing, rows)
+    for ran, row in zip(run_without(missing, [line for line, _ in rows]), rows):
+        assert ran.status == 2 and row[1] in ran.err and len(ran.err.splitlines()) == 1, (row, ran)
     assert not (odd / "new").exists()
 
 
@@ -310,13 +289,6 @@ def test_options_that_others_make_idle_change_nothing(options):
     base = {"checkpoint": TARGET, "eagle": HEAD, "device": "cpu", "max_new_tokens": 6}
     want = generate(load(**base, tree="chain"), [[5, 17, 3]]).tokens[0]
     assert {*map(tuple, generate(load(**base | options), [[5, 17, 3]]).tokens)} == {tuple(want)}
-
-
-def test_a_grammar_from_a_pipe_is_one_line(capsys, tmp_path):
-    """It is read more than once: a second time there is nothing left."""
-    os.mkfifo(tmp_path / "pipe")
-    said = failure(capsys, f"{ON_DEMO} --prompt a --grammar {tmp_path}/pipe")
-    assert "--grammar is read more than once, and" in said and "name a file" in said
 
 
 def test_a_full_gpu_is_one_line(capsys):
