@@ -5,7 +5,6 @@ That none of this changes the output is tested in test_lossless.py.
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from helpers import (
     GOLDEN,
     LOOP,
     PROMPTS,
-    Scripted,
     drafted_paths,
     golden_head,
     golden_run,
@@ -36,9 +34,7 @@ from helpers import (
 )
 from model import Transformer
 from quantize import Quantization
-from run.generate import Batch
 from run.heads import draft_lm_head
-from run.load import load
 from run.options import DEMO
 
 # ------------------------------------------------------------------------------------------- lookup
@@ -51,14 +47,7 @@ def text_of(*rows: list[int], room: int = 24) -> DecodedTokens:
 
 
 def search(row: list[int], ngram: Ngram, kept: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """The continuations, found the plain way. kept: -1 stands behind every kept text"""
-    return list(search_with_lengths(row, ngram, kept))
-
-
-def search_with_lengths(
-    row: list[int], ngram: Ngram, kept: Sequence[int] = ()
-) -> dict[tuple[int, ...], int]:
-    """The continuations and the lengths of their matches, best first."""
+    """The continuations, best first, found the plain way. kept: -1 stands behind every kept text"""
     row = [*kept, *row]
     root, scored = len(row) - 1, []
     for i in range(root):
@@ -67,14 +56,13 @@ def search_with_lengths(
             length += 1
         if length >= ngram.min and row[i + 1] >= 0:
             scored.append((length, i))
-    chains: dict[tuple[int, ...], int] = {}
-    for length, i in sorted(scored, reverse=True):
+    chains: dict[tuple[int, ...], None] = {}  # in their order, without repetitions
+    for _, i in sorted(scored, reverse=True):
         copy = list(row)
         for step in range(ngram.tokens):
             copy.append(copy[i + 1 + step])
-        chain = tuple(max(token, 0) for token in copy[len(row) :])
-        chains.setdefault(chain, length + ngram.max * (i < len(kept)))
-    return dict(itertools.islice(chains.items(), ngram.branches))
+        chains[tuple(max(token, 0) for token in copy[len(row) :])] = None
+    return list(chains)[: ngram.branches]
 
 
 def found(text: DecodedTokens, ngram: Ngram, row: int = 0) -> list[tuple[int, ...]]:
@@ -104,97 +92,6 @@ def test_lookup_equals_a_plain_search(ngram):
                 assert bool((match_lengths(text, ngram.max)[b] >= ngram.min).any()) == bool(want)
                 matched += bool(want)
     assert 100 < matched < 320, "both cases must have been met"
-
-
-class Plain:
-    """The lookup's trees, and the rates that it learns, in plain Python."""
-
-    def __init__(self, ngram: Ngram, kept: Sequence[int] = ()):
-        self.ngram = ngram
-        self.kept = kept
-        self.outcomes: dict[tuple[int, int, int], tuple[float, float]] = {}  # accepted, tried
-        self.expected: list[list[float]] = []  # accepted tokens of each size, per pass
-
-    def rates(self, text: list[int]) -> dict[tuple[int, ...], tuple[float, tuple]]:
-        """The probability of every path, and the key of its last token."""
-        found: dict[tuple[int, ...], tuple[float, tuple]] = {(): (1.0, ())}
-        chains = search_with_lengths(text, self.ngram, self.kept)
-        for rank, (chain, length) in enumerate(chains.items()):
-            for depth in range(len(chain)):
-                key = (length, rank, min(depth, 3))
-                accepted, tried = self.outcomes.get(key, (0.0, 0.0))
-                matched = (length - 1) % self.ngram.max + 1
-                hope = 0.6 if depth else 0.1 * min(matched, 6)
-                rate = min((accepted + 3 * hope / (1 + rank)) / (tried + 3), 0.995)
-                above, _ = found[chain[:depth]]
-                found.setdefault(chain[: depth + 1], (above * rate, key))
-        del found[()]
-        return found
-
-    def learn(self, found: dict, decided: list[int]) -> None:
-        new: dict[tuple, list[float]] = {}
-        for path, (_, key) in found.items():
-            last = len(path) - 1
-            if last < len(decided) and path[:-1] == tuple(decided[:last]):
-                counts = new.setdefault(key, [0.0, 0.0])
-                counts[0] += path[-1] == decided[last]
-                counts[1] += 1
-        for key, (accepted, tried) in new.items():
-            before = self.outcomes.get(key, (0.0, 0.0))
-            fade = 0.998**tried
-            self.outcomes[key] = (before[0] * fade + accepted, before[1] * fade + tried)
-
-    def lengths(self, prompt: list[int], answer: list[int], size: int) -> list[int]:
-        """Accepted tokens of every pass, each with a tree of `size` nodes."""
-        text = [*prompt, answer[0]]
-        coming = answer[1:]
-        accepted = []
-        while coming:
-            found = self.rates(text)
-            best = sorted(found, key=lambda path: -found[path][0])[: size - 1]
-            rates = [found[path][0] for path in best]
-            self.expected.append([sum(rates[: nodes - 1]) for nodes in (1, 2, 4, 8, 16)])
-            hits = [len(path) for path in best if path == tuple(coming[: len(path)])]
-            accepted.append(max(hits, default=0))
-            decided = coming[: accepted[-1] + 1]
-            self.learn(found, decided)
-            text += decided
-            coming = coming[len(decided) :]
-        return accepted
-
-
-class Watched(Scripted):
-    """The tree always, whatever its speed; the tokens that could be expected are kept."""
-
-    def __init__(self, kept: PastTexts):
-        super().__init__(kept)
-        self.every: list[list[float]] = []
-
-    def pick(self, limit: int) -> int:
-        self.every.append(self.expected)
-        return super().pick(limit)
-
-
-def test_a_decoder_accepts_what_a_plain_lookup_does():
-    """In every pass, as was expected: a request, and the same one once more, with its text kept."""
-    options = {"checkpoint": DEMO, "draft": "ngram", "device": "cpu", "dtype": "float32"}
-    engine = load(**options, max_new_tokens=48, ignore_eos=True)
-    kept = engine.policy.kept
-    engine = replace(engine, policy=Watched(kept))
-    plain = Plain(Ngram())
-    totals = []
-    for _ in range(2):
-        tokens = kept.tokens
-        plain.kept = tokens[(tokens >= 0).cumsum(0) > 0].tolist()  # without padding
-        batch = Batch(engine, ["def read_lines(path):\n    with open(path) as file:\n"])
-        batch.decode_all(batch.streams)
-        (turn,) = batch.entries
-        got = batch.stats.accept_lengths
-        assert got[:-1] == plain.lengths(turn.prompt, turn.tokens, 16)[:-1]  # the last one is cut
-        totals.append(len(got))
-    assert 10 < totals[0] < 47 and totals[1] < 10
-    for got, want in zip(engine.policy.every, plain.expected, strict=True):
-        assert got == pytest.approx(want, rel=1e-4)
 
 
 def prefixes(chains: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
