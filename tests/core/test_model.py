@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import backends.cpp.pages
@@ -19,11 +18,10 @@ import files.weights
 from families import PLAIN, YARN
 from files.config import config_from, read_config
 from files.weights import load_model
-from helpers import GOLDEN, Operators
+from helpers import GOLDEN
 from model import RotaryEmbeddings, rope_frequencies
 from model import read_config as read_plainly
-from quantize import Linear, Quantization
-from reference import choose
+from quantize import Quantization
 from run.load import load
 from run.options import DEMO
 from tiny_models import random_model
@@ -145,22 +143,6 @@ def test_weights_that_lie_behind_each_other_are_what_they_were(quant, monkeypatc
     monkeypatch.setattr(backends.cpp.pages.mmap, "mmap", full)
     for a, b, c in zip(small, large, loaded(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows,product", [(3, "linear_halves"), (65, "aten::mm.dtype")])
-def test_logits_of_16_bits_are_not_rounded_on_a_gpu(rows, product, dtype, gradients):
-    """The product itself gives fp32, with gradients enabled too, as decoding runs; also PyTorch's."""
-    with FakeTensorMode(), torch.set_grad_enabled(gradients):
-        head = Linear(64, 97, bias=False, fp32_out=True, device="meta")
-        weight = torch.empty(97, 64, dtype=dtype, device="cuda")
-        head.weight = torch.nn.Parameter(weight, requires_grad=False)
-        head.backend = choose(weight.device, dtype)
-        with Operators() as ran:
-            scores = head(torch.empty(2, rows, 64, dtype=dtype, device="cuda"))
-    assert product in ran.calls and "aten::mm" not in ran.calls
-    assert scores.dtype == torch.float32 and scores.shape == (2, rows, 97)
 
 
 def test_loaded_weights_need_no_gradients():
