@@ -35,7 +35,6 @@ from run.load import set_cuda_device
 from run.session import Session
 from run.warm_up import warm_up
 from runtime import Replay, copy_into, tensors_of
-from sampling import SamplingMode
 
 PROMPT = [5, 17, 3, 40, 8, 22, 61]
 aten = torch.ops.aten
@@ -99,18 +98,6 @@ def test_buffers_stay_where_they_are():
     list(other.decode_turn([PROMPT]))
     assert [x.data_ptr() for x in tensors_of(again.state)] == addresses
     assert again.history == other.history == history
-
-
-def test_prompts_run_in_passes_of_two_widths():
-    """Both widths are captured on CUDA. Padding changes nothing."""
-    engine = sized_engine(0.0, batch_size=2, context=400)
-    prompts = [[i * 7 % 50 + 3 for i in range(300)], PROMPT]
-    want = decode(engine, *prompts).history
-    session = decode(fresh(engine, captured=True), *prompts)
-    assert session.history == want
-    ran = {key[1:] for key in session.buffers.replays if key[0] == "prefill"}
-    runs = {(width, seq, SamplingMode.GREEDY, 2) for width, seq in ((256, 0), (64, 0), (64, 1))}
-    assert ran == runs, "width, sequence, mode, preset"
 
 
 @pytest.mark.usefixtures("traced")
