@@ -28,7 +28,6 @@ from helpers import (
     order_of,
     token_paths,
 )
-from run.load import load
 from run.options import Sampling
 from run.tree_paths import MEDUSA_PATHS
 from sampling import SamplingTensors
@@ -223,14 +222,6 @@ def test_trees_are_those_of_the_official_heads(official, kind):
             want = plain_tree(scores, noise[0], temperature, 44, tree, 1.5)
             paths = token_paths(found.tokens[0].tolist(), found.parents[0].tolist())
             assert set(paths) == want and bool(found.valid.all())
-
-
-@pytest.mark.parametrize("kind", ["medusa 2", "hydra++"])
-def test_trees_have_as_many_levels_as_there_are_heads(official, kind):
-    options = {"checkpoint": str(TARGET), "head": str(official[kind][1]), "device": "cpu"}
-    engine = load(quant="int8", **options)
-    assert engine.option("quant_draft") == "int8" and engine.resolved["tree_depth"] == D
-    assert engine.resolved["trees"][-1] == "by value, up to dynamic 4/4/16"
 
 
 # ------------------------------------------------------------------------------------------- files
