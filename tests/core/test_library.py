@@ -71,23 +71,21 @@ def test_streams_are_the_answers_in_pieces(engine):
 
 
 def test_an_event_loop_goes_on_and_may_leave_early(engine):
-    async def run():
-        other = []
+    async def run() -> list[tuple[str, int]]:
+        seen, turns = [], 0
 
         async def beside():
-            while True:
-                other.append(None)
+            nonlocal turns
+            while len(seen) < 3:
+                turns += 1
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(beside())
-        seen = []
         pieces = astream(engine, PROMPT, **OPTIONS)
-        async for piece in pieces:
-            seen.append((piece, len(other)))
-            if len(seen) == 3:
-                break
+        while len(seen) < 3:
+            seen.append((await anext(pieces), turns))
         await pieces.aclose()
-        task.cancel()
+        await task
         return seen
 
     seen = asyncio.run(run())
