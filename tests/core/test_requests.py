@@ -191,7 +191,7 @@ def test_every_rule_has_an_effect():
 
 @pytest.mark.parametrize("draft, quant, compile, batch", [
     ("none", "none", True, 1), ("dynamic", "none", False, 2), ("auto", "none", True, 3), ("eagle+ngram", "none", True, 4),
-    ("model tree", "none", True, 3), ("lookahead", "none", True, 2), ("chain", "none", True, 3), ("ngram", "none", True, 1),
+    ("model tree", "none", True, 3), ("lookahead", "none", True, 2), ("ngram", "none", True, 1),
     *slow((draft, quant, compile, batch) for draft in (*DRAFTS, "vocab") for quant in ("none", "int8", "int4")
           for compile in (False, True) for batch in (1, 3)),
 ])  # fmt: skip
@@ -203,11 +203,11 @@ def test_the_text_is_that_of_a_plain_loop(draft, quant, compile, batch):
 
 # a draft, whether cycles run over buffers that stay, as on CUDA, and cycles by which reports come late
 WAYS = [("none", True, 1), ("dynamic", False, 0), ("auto", True, 1), ("model", False, 3)]
-EVERY_WAY = pytest.mark.parametrize("draft, captured, host_lag", [
-    *WAYS,
-    *slow(each for each in itertools.product(("none", "dynamic", "auto", "model"), (False, True), (0, 3))
-          if each not in WAYS),
-])  # fmt: skip
+OTHERS = [
+    each
+    for each in itertools.product(("none", "dynamic", "auto", "model"), (False, True), (0, 3))
+    if each not in WAYS
+]
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@EVERY_WAY
+@pytest.mark.parametrize("draft, captured, host_lag", [*WAYS[:2], *slow(OTHERS)])
 def test_a_late_host_and_fixed_buffers_change_nothing(draft, captured, host_lag, monkeypatch):
     """Rows of other requests are replaced while cycles are in flight, and modes change."""
     monkeypatch.setattr("run.scheduler.Session", partial(Session, host_lag=host_lag))
@@ -241,7 +241,7 @@ class Random(Scripted):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@EVERY_WAY
+@pytest.mark.parametrize("draft, captured, host_lag", [*WAYS[1:], *slow(OTHERS)])
 def test_rows_are_released_at_random_and_given_away(draft, captured, host_lag):
     """Also while the report of a cycle is not read, and with a grammar."""
     engine = fresh(engine_of(draft, batch_size=3), captured)
