@@ -12,7 +12,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import run.quantize
 from helpers import FOLDERS as SOURCES
 from run.options import ROOT, GenerateConfig
 from run.start import read_command
-from scripts.bench.cases import CASES, is_peer
+from scripts.bench.cases import is_peer
 from scripts.bench.methods import Setting, method_config
 
 CODE = (".py", ".sh", ".cpp", ".h")
@@ -202,27 +201,3 @@ def test_pages_have_commands():
     """The search for them finds what it is to find, so that the test above is not empty."""
     found = {command.words[0] for command in commands()}
     assert {"generate.py", "quantize.py", "scripts/measure.py", "scripts/serve.py"} <= found
-
-
-# --------------------------------------------------------------------------------- options, variables
-
-
-def test_options_in_sentences_exist(monkeypatch, capsys):
-    programs = {(command.words[0],) for command in commands()}
-    programs |= {("scripts/measure.py", case) for case in CASES}
-    known = set()
-    for program, *case in programs:
-        if not program.endswith(".py") or program.startswith("tests/c"):
-            continue
-        with pytest.raises(SystemExit):
-            options_of(program, [*case, "--help"], monkeypatch)
-        monkeypatch.undo()
-        known |= set(re.findall(r"(?<!\w)--\w+", capsys.readouterr().out))
-    for page in pages():
-        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
-        fragments = [span for span in SPAN.findall(text) if span.startswith("--")]
-        for flag in set(re.findall(r"(?<!\S)--\w+", " ".join(fragments))) - known:
-            with suppress(SystemExit):  # a flag that no help shows may lack its value
-                read_command([flag])
-            fault = capsys.readouterr().err
-            assert "unrecognized" not in fault, (page.name, flag)
