@@ -21,7 +21,6 @@ from test_generate import HEAD, OF_IDS, ON_DEMO, TARGET, failure
 from draft_tree import parse_tree
 from run import parsing
 from run.generate import main
-from run.library import generate
 from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse, processors
@@ -275,20 +274,6 @@ def test_settings_that_cannot_work(settings, message):
     """From Python."""
     with pytest.raises(ValueError, match=re.escape(message)):
         load(**{"checkpoint": TARGET, "eagle": HEAD, "device": "cpu"} | settings)
-
-
-IDLE = [
-    {"top_k": 5, "top_p": 0.5, "num_samples": 2}, {"typical_p": 0.9, "xtc_threshold": 0.2}, {"dry_base": 2},
-    {"repeat_last_n": 64}, {"tree": "static", "tree_topk": 3, "tree_depth": 3}, {"group_size": 32}, {"seed": 7},
-    {"draft": "none", "eagle": "", "quant_draft": "int4"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", IDLE, ids=str)
-def test_options_that_others_make_idle_change_nothing(options):
-    base = {"checkpoint": TARGET, "eagle": HEAD, "device": "cpu", "max_new_tokens": 6}
-    want = generate(load(**base, tree="chain"), [[5, 17, 3]]).tokens[0]
-    assert {*map(tuple, generate(load(**base | options), [[5, 17, 3]]).tokens)} == {tuple(want)}
 
 
 def test_a_full_gpu_is_one_line(capsys):
