@@ -107,13 +107,6 @@ def test_folders_need_only_what_they_say(arrows):
         assert others <= allowed, (name, others - allowed)
 
 
-def test_needs_are_whole():
-    """What a needed folder needs is needed, too: a folder is present only with all of it."""
-    for folder in options.FOLDERS:
-        needs = import_module(folder).NEEDS
-        assert all({*import_module(need).NEEDS} <= {*needs} for need in needs), folder
-
-
 def test_arrows_point_down(arrows):
     assert {room(name) for name in arrows} == {*FLOOR}
     for name, found in arrows.items():
