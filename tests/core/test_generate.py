@@ -265,12 +265,6 @@ def test_a_cuda_device_is_chosen_by_its_number(monkeypatch, tmp_path):
     assert chosen == [0, 0, 1]
 
 
-def test_a_model_without_a_head_has_the_lookup():
-    """It drafts by itself, and keeps texts of past requests."""
-    engine = load(checkpoint=TARGET, device="cpu")
-    assert engine.option("draft") == "ngram" and engine.policy.kept is not None
-
-
 def test_no_clock_decides_under_the_residual_rule():
     """Its tokens follow the tree, so that the same command must verify the same trees."""
     options = {"checkpoint": TARGET, "device": "cpu", "draft": "ngram", "compile": True}
