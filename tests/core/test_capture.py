@@ -1,7 +1,6 @@
-"""Cycles over fixed buffers: stored and copied tensors. No cycle waits for its own results.
+"""Cycles over fixed buffers. No cycle waits for its own results.
 
-Compiled steps pass the cache's own buffers to the operator that finds them by their addresses.
-Tokens of captured cycles: test_by_value.py on the CPU, test_gpu.py with real graphs.
+Tokens of captured cycles: test_requests.py on the CPU, test_gpu.py with real graphs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cached beginnings of prompts that one sequence takes over from another: the tokens stay, the passes are saved."""
+"""Cached beginnings of prompts that one sequence takes over from another: the tokens stay."""
 
 from __future__ import annotations
 
