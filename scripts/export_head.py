@@ -1,18 +1,19 @@
 """Write a trained head for another runtime: llama.cpp, vLLM or SGLang.
 
     python scripts/export_head.py --checkpoint MODEL --head HEAD --out head.gguf --type q8_0
-    python scripts/export_head.py --checkpoint MODEL --head HEAD --out DIR --layout speculators \\
-        --verifier OWNER/NAME    # vLLM's
+    python scripts/export_head.py --checkpoint MODEL --head HEAD --out DIR --layout vllm \\
+        --verifier OWNER/NAME
     python scripts/export_head.py --checkpoint MODEL --head HEAD --out DIR --layout sglang
 
 1. The head is read as `--head` of generate.py reads it, and checked against its target. What a
    runtime cannot compute is refused: it would draft worse than it was trained to.
-2. `speculators` is the layout of the package of that name, which vLLM serves; `sglang` SpecForge's
-   of EAGLE-3 and z-lab's of DFlash. Weights are 16 bits, under the official layout's names but for
+2. `vllm` is the layout of the package speculators, which vLLM serves; `sglang` SpecForge's of
+   EAGLE-3 and z-lab's of DFlash. Weights are 16 bits, under the official layout's names but for
    the first layer's. Heads are of EAGLE-3, DFlash or DFlash2.
-3. `gguf` is llama.cpp's architecture `eagle3` in one type of FORMATS. Rows that blocks do not
+3. `llama.cpp` is a GGUF file of the architecture `eagle3` in one type of FORMATS. Rows that blocks do not
    divide are F16, as in llama.cpp's own tool. The tokenizer is the target's, from its GGUF file; of
    a directory none is written, and llama.cpp runs the head all the same.
+4. The command that serves target and head is printed.
 
 Sources: llama.cpp's model `eagle3`; the package speculators 0.9.0, models/eagle3, dflash and
 dflash2; SpecForge @a6b6b02; z-lab/dflash @10129599.
@@ -27,8 +28,10 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
 
+import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -44,7 +47,7 @@ from options import log_note, require
 from run.options import DEFAULT
 from run.parsing import one_line_errors, option, parse
 
-LAYOUTS = ("gguf", "speculators", "sglang")
+LAYOUTS = ("llama.cpp", "vllm", "sglang")
 FORMATS = ("f16", "q8_0")
 
 
@@ -55,12 +58,12 @@ class ExportConfig:
     head: str = option("", "the head: a directory, or a GGUF file")
     checkpoint: str = option(DEFAULT, "its target: a Hugging Face directory or a GGUF file")
     out: str = option("", "what to write: a file that ends in .gguf, or a directory")
-    layout: str = option("gguf", "whose: llama.cpp's, vLLM's or SGLang's", LAYOUTS)
+    layout: str = option("llama.cpp", "the engine that is to serve the head", LAYOUTS)
     type: str = option(
         "", "of the weights in GGUF (default: q8_0); directories have 16 bits", ("", *FORMATS)
     )
     verifier: str = option(
-        "", "in the layout speculators: the target's name on a hub; default: --checkpoint"
+        "", "in the layout vllm: the target's name on a hub; default: --checkpoint"
     )
     overwrite: bool = option(False, "replace what is there")
 
@@ -69,11 +72,11 @@ class ExportConfig:
         fault = "--head and --out are needed: the head to read, the file to write"
         require(bool(self.head and self.out), fault)
         out = Path(self.out)
-        fault = "--verifier belongs to --layout speculators; drop it"
-        require(self.layout == "speculators" or not self.verifier, fault)
-        fault = f"--type belongs to --layout gguf, and {self.layout} has 16 bits; drop it"
-        require(self.layout == "gguf" or not self.type, fault)
-        if self.layout == "gguf":
+        fault = "--verifier belongs to --layout vllm; drop it"
+        require(self.layout == "vllm" or not self.verifier, fault)
+        fault = f"--type belongs to --layout llama.cpp, and {self.layout} has 16 bits; drop it"
+        require(self.layout == "llama.cpp" or not self.type, fault)
+        if self.layout == "llama.cpp":
             require(out.suffix.lower() == ".gguf", f"--out: {out} must end in .gguf")
             check_output(out, "--out")
         fault = f"--out: {out} exists; give --overwrite to replace it, or name another"
@@ -157,12 +160,12 @@ def read(head: Path, target: Path) -> Head:
 
 # layout -> tensors that its runtime does not read, by the official names
 UNREAD = {
-    "gguf": r".*\.bias|mask_hidden|fc_norm\..*|layers\..*|midlayer\.self_attn\.[qk]_norm\..*",
+    "llama.cpp": r".*\.bias|mask_hidden|fc_norm\..*|layers\..*|midlayer\.self_attn\.[qk]_norm\..*",
     "sglang": (
         r".*\.bias|mask_hidden|confidence_head.*|input_norm\..*|fc_norm\..*|"
         r"midlayer\.self_attn\.[qk]_norm\..*"
     ),
-    "speculators": r".*\.bias|mask_hidden|confidence_head.*",
+    "vllm": r".*\.bias|mask_hidden|confidence_head.*",
 }
 # fields that a head has of its target, or that layouts have their own ways to say
 FREE = {"model", "eagle3", "dtype", "eos_ids", "tie_embeddings", "embedding", "window_from_root"}
@@ -174,11 +177,11 @@ def check_tensors(head: Head, layout: str) -> str:
     Returns: the begin of a message on what the layout cannot say.
     """
     where = f"{head.path}: the layout {layout} has no place for a head"
-    require(head.kind == "eagle" or layout != "gguf", f"{where} that is a block drafter")
+    require(head.kind == "eagle" or layout != "llama.cpp", f"{where} that is a block drafter")
     unread = [name for name in head.tensors if re.fullmatch(UNREAD[layout], name)]
     require(not unread, f"{where} with the weights {', '.join(unread[:3])}")
     require("norm.weight" in head.tensors, f"{where} that has no last norm")
-    if layout == "gguf":
+    if layout == "llama.cpp":
         taps = len(head.config.eagle3.aux_layers)
         require(taps == 3, f"{where} that takes {taps} layers' hidden states, not 3")
     return where
@@ -219,19 +222,19 @@ def is_same(ours: Any, theirs: Any) -> bool:
 
 
 def write_directory(head: Head, out: Path, layout: str, verifier: str) -> None:
-    """Write a head in the layout speculators or sglang. Writes: the directory `out`.
+    """Write a head in the layout vllm or sglang. Writes: the directory `out`.
 
-    verifier: the target's name on a hub, or its directory, which speculators' layout names
+    verifier: the target's name on a hub, or its directory, which vLLM's layout names
     Raises: ValueError for a head that the layout has no place for, or where it cannot be written.
     """
     where = check_tensors(head, layout)
-    if layout == "speculators":
+    if layout == "vllm":
         keys = _speculators(head, verifier)
     else:
         keys = _sglang_eagle(head) if head.kind == "eagle" else _sglang_block(head)
     keys |= {"torch_dtype": "bfloat16"}
     tensors = {name_in_files(name): _in_16_bits(x()) for name, x in head.tensors.items()}
-    if layout == "speculators" and head.kind == "eagle":
+    if layout == "vllm" and head.kind == "eagle":
         # the package reads no other embedding, and its published heads have the target's
         embedding = open_source(head.target).readers["model.embed_tokens.weight"]
         tensors.setdefault("embed_tokens.weight", _in_16_bits(embedding()))
@@ -253,7 +256,7 @@ def _speculators(head: Head, verifier: str) -> dict[str, Any]:
     config = head.config
     if head.kind == "eagle":
         eagle3 = config.eagle3
-        algorithm, architecture, levels = "eagle3", "Eagle3Speculator", 3
+        algorithm, architecture = "eagle3", "Eagle3Speculator"
         own = {
             "draft_vocab_size": eagle3.draft_vocab,
             "eagle_aux_hidden_state_layer_ids": list(eagle3.aux_layers),
@@ -264,7 +267,7 @@ def _speculators(head: Head, verifier: str) -> dict[str, Any]:
             "target_hidden_size": None,
         }
     else:
-        algorithm, architecture, levels = "dflash", "DFlashDraftModel", config.block_size - 1
+        algorithm, architecture = "dflash", "DFlashDraftModel"
         own = {
             "draft_vocab_size": config.draft_vocab or config.model.vocab_size,
             "aux_hidden_state_layer_ids": list(config.aux_layers),
@@ -278,7 +281,7 @@ def _speculators(head: Head, verifier: str) -> dict[str, Any]:
             own |= train_block.selector_keys(config)
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": levels,  # of a chain, by default
+        "speculative_tokens": levels_of(head),  # of a chain, by default
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -379,7 +382,7 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
 
     Raises: ValueError for a head that llama.cpp does not run, or where it cannot be written.
     """
-    where = check_tensors(head, "gguf")
+    where = check_tensors(head, "llama.cpp")
     metadata = metadata_of(head, out.stem)
 
     def write_and_check(path: Path) -> None:
@@ -397,19 +400,48 @@ def write_gguf(head: Head, out: Path, kind: str) -> None:
 # ------------------------------------------------------------------------------------------- main
 
 
+def levels_of(head: Head) -> int:
+    """Return the tokens that a head drafts in a cycle, by default."""
+    return 3 if head.kind == "eagle" else head.config.block_size - 1
+
+
+def command(head: Head, out: Path, layout: str, target: str) -> str:
+    """Return the command by which an engine serves a target with its head. out: the written one"""
+    levels = levels_of(head)
+    if layout == "llama.cpp":
+        model = target if is_gguf(Path(target)) else "MODEL.gguf"  # it reads no other files
+        flags = ["-m", model, "-md", str(out), "--spec-type", "draft-eagle3"]
+        flags += ["--spec-draft-n-max", str(levels)]
+        return shlex.join(["llama-server", *flags])
+    if layout == "vllm":
+        speculation = {"model": str(out), "num_speculative_tokens": levels}
+        return shlex.join(
+            ["vllm", "serve", target, "--speculative-config", json.dumps(speculation)]
+        )
+    flags = ["--model", target, "--speculative-draft-model-path", str(out)]
+    if head.kind == "eagle":
+        flags += ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", str(levels)]
+        flags += ["--speculative-eagle-topk", "1"]
+        flags += ["--speculative-num-draft-tokens", str(levels + 1)]
+    else:
+        flags += ["--speculative-algorithm", "DFLASH"]
+    return shlex.join(["python", "-m", "sglang.launch_server", *flags])
+
+
 def run(config: ExportConfig) -> None:
-    """Write the head. Raises: ValueError."""
+    """Write the head, and print how to serve it. Raises: ValueError."""
     out = Path(config.out)
     head = read(Path(config.head), fetched(config.checkpoint))
-    if config.layout == "gguf":
-        write_gguf(head, out, config.type or "q8_0")
-        print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB")
-        return
     of_hub = is_model_name(config.checkpoint)
-    target = title_of(head.target) if of_hub else str(head.target)
-    write_directory(head, out, config.layout, config.verifier or target)
-    size_mb = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    print(f"wrote {out}, {size_mb:.1f} MB")
+    target = config.verifier or (title_of(head.target) if of_hub else str(head.target))
+    files = [out]
+    if config.layout == "llama.cpp":
+        write_gguf(head, out, config.type or "q8_0")
+    else:
+        write_directory(head, out, config.layout, target)
+        files = [*out.iterdir()]
+    size_mb = sum(file.stat().st_size for file in files) / 1e6
+    print(f"wrote {out}, {size_mb:.1f} MB\n{command(head, out, config.layout, target)}")
 
 
 def main(argv: list[str] | None = None) -> None:

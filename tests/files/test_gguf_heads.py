@@ -310,7 +310,7 @@ def test_mistakes_and_a_full_disk(capsys, files, tmp_path, monkeypatch):
     says = "is a head of version 1 or 2, and other runtimes are served version 3"
     assert says in failure(capsys, Path(f"{DEMO}-eagle"), tmp_path / "eagle1.gguf")
     assert "there is no directory" in failure(capsys, plain, tmp_path / "no" / "x.gguf")
-    says = "--verifier belongs to --layout speculators; drop it"
+    says = "--verifier belongs to --layout vllm; drop it"
     assert says in failure(capsys, plain, tmp_path / "x.gguf", "--verifier", "owner/name")
     assert "must end in .gguf" in failure(capsys, plain, tmp_path / "folder")
     assert "exists; give --overwrite to replace it" in failure(capsys, plain, out)

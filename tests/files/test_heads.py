@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -41,8 +42,10 @@ from heads import BLOCKS, EAGLE1, EAGLE3, Head, Tensors, merged, write
 from helpers import GOLDEN, decode, engine_for, golden_target
 from kv_cache import KVCache, causal_window
 from quantize import Quantization
+from reference import TORCH, use_backend
 from run.options import DEMO
 from scripts import export_head
+from scripts.train import losses
 from scripts.train.train_block import BlockTrainConfig, write_files
 from scripts.train.train_block import make_head as make_block_head
 from tiny_models import Kind, refused
@@ -553,7 +556,7 @@ def test_a_target_of_a_hub_is_named_as_there(tmp_path, monkeypatch):
     cached.symlink_to(TARGET.resolve())
     monkeypatch.setattr("scripts.export_head.fetched", lambda name: cached)
     source = write(tmp_path / "source", EAGLE3)
-    keys, _ = export(source, tmp_path / "out", "speculators", model="owner/name")
+    keys, _ = export(source, tmp_path / "out", "vllm", model="owner/name")
     assert keys["speculators_config"]["verifier"]["name_or_path"] == "owner/name"
 
 
@@ -583,21 +586,29 @@ EXPORTED = {  # a function that writes a head, one that loads it, its kind in sp
 
 @pytest.mark.parametrize("layout", export_head.LAYOUTS[1:])
 @pytest.mark.parametrize("kind", EXPORTED)
-def test_what_is_written_is_read_back_as_the_same_head(layout, kind, tmp_path):
-    """Its config, too: the export itself compares it."""
+def test_what_is_written_is_read_back_as_the_same_head(layout, kind, tmp_path, capsys):
+    """Its config, too: the export itself compares it. The command that serves it is said."""
     make, read_back = EXPORTED[kind]
     source = make(tmp_path / "source")
     keys, written = export(source, tmp_path / "out", layout)
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    served = {"model": str(tmp_path / "out"), "num_speculative_tokens": 3}
+    if layout == "vllm":
+        assert command[:4] == ["vllm", "serve", str(TARGET), "--speculative-config"]
+        assert json.loads(command[4]) == served
+    else:
+        assert ("--speculative-num-steps" in command) == (kind == "eagle3")
+        assert {str(TARGET), served["model"]} < set(command)
     before, after = (read_back(path, target()) for path in (source, tmp_path / "out"))
     own, other = dict(before.named_parameters()), dict(after.named_parameters())
-    if kind == "eagle3" and layout == "speculators":  # the target's, rounded
+    if kind == "eagle3" and layout == "vllm":  # the target's, rounded
         assert other.pop("embedding.weight").equal(target().embedding.weight.bfloat16().float())
     assert own.keys() == other.keys() and len(own) > 8
     assert all(torch.equal(own[name], other[name]) for name in own)
     assert (before.vocab is None) or after.vocab.ids.equal(before.vocab.ids)
     assert after.config.sharpness == before.config.sharpness
     assert keys.get("speculators_model_type", kind) == kind
-    assert ("speculators_model_type" in keys) == (layout == "speculators")
+    assert ("speculators_model_type" in keys) == (layout == "vllm")
     assert {x.dtype for x in written.values()} <= {torch.bfloat16, torch.int64, torch.bool}
     if kind != "eagle3":
         assert kind == "dflash" or written["layers.0.mlp_conv.base_kernel"].dim() == 3
@@ -616,14 +627,14 @@ def changed(keys: dict, **tensors) -> Callable[[Path], Path]:
 
 FOUR = {IDS: [1, 2, 4, 6]}
 NO_PLACE = [  # a function that writes a head, the layout, what is said
-    (functools.partial(block_head, causal=True), "speculators", "whose causal is True; it would be read as False"),
+    (functools.partial(block_head, causal=True), "vllm", "whose causal is True; it would be read as False"),
     (changed({"norm_before_residual": True}), "sglang", "whose norm_before_residual is True"),
-    (block_head, "gguf", "no place for a head that is a block drafter"),
-    (changed(FOUR, **{"fc.weight": torch.zeros(64, 256)}), "gguf", "takes 4 layers' hidden states, not 3"),
-    (changed({}, **{"fc.bias": torch.zeros(64)}), "gguf", "the layout gguf has no place for a head with the weights fc.bias"),
-    (changed({}, **{"norm.weight": torch.full((64,), 1e6)}), "gguf", "norm.weight has numbers beyond 16 bits"),
-    (changed({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}), "gguf", "whose rope_scaling is {'rope_type': 'yarn'"),
-    (changed({"norm_before_fc": True}), "gguf", "the weights input_norm.weight are missing"),
+    (block_head, "llama.cpp", "no place for a head that is a block drafter"),
+    (changed(FOUR, **{"fc.weight": torch.zeros(64, 256)}), "llama.cpp", "takes 4 layers' hidden states, not 3"),
+    (changed({}, **{"fc.bias": torch.zeros(64)}), "llama.cpp", "the layout llama.cpp has no place for a head with the weights fc.bias"),
+    (changed({}, **{"norm.weight": torch.full((64,), 1e6)}), "llama.cpp", "norm.weight has numbers beyond 16 bits"),
+    (changed({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}), "llama.cpp", "whose rope_scaling is {'rope_type': 'yarn'"),
+    (changed({"norm_before_fc": True}), "llama.cpp", "the weights input_norm.weight are missing"),
 ]  # fmt: skip
 
 
@@ -632,5 +643,39 @@ def test_what_a_layout_has_no_place_for_is_refused(make, layout, says, tmp_path)
     """Nothing is written. Other mistakes are in test_gguf_heads.py."""
     head = make(tmp_path / "head")
     with pytest.raises(ValueError, match=says):
-        export(head, tmp_path / ("out.gguf" if layout == "gguf" else "out"), layout)
+        export(head, tmp_path / ("out.gguf" if layout == "llama.cpp" else "out"), layout)
     assert [*tmp_path.iterdir()] == [head]
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_speculators_loads_what_is_written(kind, tmp_path):
+    """Every weight, and of EAGLE-3 the scores of three steps of its training, where it feeds the text's own tokens."""
+    speculators = pytest.importorskip("speculators", exc_type=ImportError)
+    make, read_back = EXPORTED[kind]
+    export(make(tmp_path / "source"), tmp_path / "out", "vllm")
+    ours = read_back(tmp_path / "out", target())
+    theirs = speculators.SpeculatorModel.from_pretrained(tmp_path / "out").float()
+    held = dict(theirs.state_dict())
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(held[name], value.to(held[name].dtype)), name
+    if kind != "eagle3":
+        return
+    use_backend(ours, TORCH)
+    T = 128  # of a block of its attention
+    tokens = torch.randint(0, 128, (1, T), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(T)[None]
+    features = target()(tokens, positions, aux_layers=ours.aux_layers)
+    scores = []
+    theirs.lm_head.register_forward_hook(lambda layer, inputs, z: scores.append(z))
+    later = F.pad(tokens[:, 1:], (0, 3))
+    with torch.no_grad():
+        aux = features[..., target().config.dim :]
+        theirs(aux, later[:, :T], torch.zeros_like(tokens), ttt_steps=3)
+        past = losses.Past.empty(ours)
+        hidden = ours.project(features)
+        for s in range(3):
+            embedded = ours.embedding(later[:, s : s + T])
+            hidden = losses.unrolled_step(ours, embedded, hidden, s, past)
+            mine = ours.lm_head(ours.output_norm(hidden))[:, : T - 1 - s]
+            far = (mine - scores[s][:, : T - 1 - s]).abs().max()
+            assert far < 1e-4 < 0.1 < mine.std(), s
