@@ -10,9 +10,9 @@
 2. `vllm` is the layout of the package speculators, which vLLM serves; `sglang` SpecForge's of
    EAGLE-3 and z-lab's of DFlash. Weights are 16 bits, under the official layout's names but for
    the first layer's. Heads are of EAGLE-3, DFlash or DFlash2.
-3. `llama.cpp` is a GGUF file of the architecture `eagle3` in one type of FORMATS. Rows that blocks do not
-   divide are F16, as in llama.cpp's own tool. The tokenizer is the target's, from its GGUF file; of
-   a directory none is written, and llama.cpp runs the head all the same.
+3. `llama.cpp` is a GGUF file, architecture `eagle3`, in one type of FORMATS. Rows that blocks do
+   not divide are F16, as in llama.cpp's own tool. The tokenizer is the target's, from its GGUF
+   file; of a directory none is written, and llama.cpp runs the head all the same.
 4. The command that serves target and head is printed.
 
 Sources: llama.cpp's model `eagle3`; the package speculators 0.9.0, models/eagle3, dflash and

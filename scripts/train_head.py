@@ -71,6 +71,8 @@ def read_command(argv: list[str] | None = None) -> HeadConfig:
     with one_line_errors("train_head.py"):
         has_one = not config.tokens or config.hours == HeadConfig.hours
         require(has_one, "--tokens: the hours follow from the tokens; drop --hours")
+        both = bool(config.answers_from) == bool(config.answer_model)
+        require(both, "--answers_from and --answer_model belong together; give both or neither")
         new = not config.init or config.kind == "eagle"
         require(new, f"--init goes on with an EAGLE-3 head, not with --kind {config.kind}")
         from files.chat import chat_template  # these need packages that --help does not

@@ -9,6 +9,7 @@
    is furthest behind, so any part of the file, from its start, is a mixture by equal tokens.
 5. Finished answers are lines of `answers.jsonl`. Noise depends on the seed and the prompt alone. A
    killed run goes on with the prompts that have no line.
+6. With `--answers_from` servers decode instead (answer_servers.py); the rest is the same.
 Sources: Magpie (arXiv 2406.08464); EAGLE (arXiv 2401.15077), table 6, compares with a fixed set.
 Not here: the command (scripts/train_head.py).
 """
@@ -24,14 +25,17 @@ from tqdm import tqdm
 
 from files.chat import PROBE
 from files.checkpoint import saved_quantization
-from files.config import read_raw
+from files.config import read_config, read_raw
 from files.io import is_gguf
+from files.texts import read_text_files
+from run.engine import Engine
 from run.generate import text_of
 from run.load import load
 from run.options import ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
 from scripts.bench.common import Log, repeated
 from scripts.train import prompts
+from scripts.train.answer_servers import WRONG, AnswerServers
 from scripts.train.data import hashed
 from scripts.train.prompts import GIVEN, OWN, SHARES, Filter
 from scripts.train.train_options import HeadConfig
@@ -46,6 +50,7 @@ LOOP_TOKENS = 64  # of the end of an answer, said once more: it is cut
 LOOKS = 32  # tokens between two looks for that
 LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
 TOKENS_OF_A_WORD = 2  # of long texts
+MOST_WRONG = 20  # wrong answers of servers in a row, which end the run
 
 
 def decoding(config: HeadConfig) -> GenerateConfig:
@@ -62,6 +67,16 @@ def decoding(config: HeadConfig) -> GenerateConfig:
         batch_size=config.answers,
         context=PROMPT_TOKENS + ANSWER_TOKENS,
     )
+
+
+def text_engine(config: HeadConfig) -> Engine:
+    """Return an engine of a target's texts alone, whose weights are on servers."""
+    path = Path(config.checkpoint)
+    options = decoding(config)
+    tokenizer, template = read_text_files(path, options)
+    ends = (*read_config(path).eos_ids, *template.stop_ids(tokenizer))
+    parts = {"config": options, "tokenizer": tokenizer, "template": template}
+    return Engine(None, (), options.context, ends, **parts)
 
 
 def shares(given: float) -> dict[str, float]:
@@ -115,8 +130,13 @@ class Run:
         self.filter = filter
         self.log = Log(str(Path(config.out, "answers", "answers.jsonl")), "--out")
         self.shares = shares(config.given)
-        self.engine = load(decoding(config))
-        self.scheduler = Scheduler(self.engine)
+        if config.answers_from:
+            self.engine = text_engine(config)
+            self.scheduler = AnswerServers(config.answers_from, config.answer_model, self.engine)
+        else:
+            self.engine = load(decoding(config))
+            self.scheduler = Scheduler(self.engine)
+        self.wrong = 0  # of a server's answers, the last ones in a row
         self.decoding: dict[Request, PendingDialogue] = {}
         template = self.engine.template
         opening = template.render(list(PROBE[:1]), []).partition(PROBE[0])[0]
@@ -242,12 +262,30 @@ class Run:
     def _take(self, request: Request) -> None:
         """Take a finished text, and go on with its dialogue. Writes: the file."""
         dialogue = self.decoding.pop(request)
-        if not dialogue.turns:
+        self.wrong = self.wrong + 1 if request.reason == WRONG else 0
+        if self.wrong:
+            self._drop(request, dialogue)
+        elif not dialogue.turns:
             self._take_prompt(request, dialogue)
         elif self._add_answer(dialogue, request.tokens):
             self._ask(dialogue)
         else:
             self._write(dialogue)
+
+    def _drop(self, request: Request, dialogue: PendingDialogue) -> None:
+        """Count a server's wrong answer; the turns before it are kept. Writes: the file.
+
+        Raises: ValueError where there were only such for a while.
+        """
+        self.filter.counts["answers", request.fault] += 1
+        if dialogue.answers:
+            self._write(dialogue)
+        if self.wrong == MOST_WRONG:
+            self.scheduler.close()
+            raise ValueError(
+                f"--answers_from: {MOST_WRONG} answers in a row were wrong, the last one "
+                f"{request.fault}; serve the model of --checkpoint"
+            )
 
     def _take_prompt(self, request: Request, dialogue: PendingDialogue) -> None:
         """Take a prompt that the model wrote, and ask it. Writes: `left`, where none is good."""
@@ -263,7 +301,7 @@ class Run:
             print(f"note: none of {self.misses} prompts that the model wrote was good", flush=True)
 
     def _has_ended(self, tokens: list[int]) -> bool:
-        return tokens[-1] in self.engine.eos_ids
+        return bool(tokens) and tokens[-1] in self.engine.eos_ids
 
     def _add_answer(self, dialogue: PendingDialogue, new: list[int]) -> bool:
         """Add an answer to a dialogue if it is good. Returns: whether a further turn follows."""

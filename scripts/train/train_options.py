@@ -121,6 +121,12 @@ class HeadConfig:
     )
     init: str = option("", "directory of an EAGLE-3 head to go on with; empty: a new head")
     answers: int = option(48, "answers decoded together; a GPU has room for hundreds", least=1)
+    answers_from: str = option(
+        "",
+        "OpenAI-compatible servers that write the answers, comma-separated, as "
+        "http://localhost:8000/v1; OPENAI_API_KEY is their key. Empty: this program does",
+    )
+    answer_model: str = option("", "the name of --checkpoint on the servers of --answers_from")
     batch_size: int = option(4, "sequences of a training step; a GPU has room for 32", least=1)
     chat: str = option("", "chat template; empty: the checkpoint's own")
     threads: int = option(0, "CPU threads; 0 leaves torch's default", least=0, most=processors())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -13,7 +15,7 @@ from files.tokenizer import Tokenizer
 from run.library import generate
 from run.options import DEMO
 from run.scheduler import Piece
-from scripts.train import data, prompts
+from scripts.train import answer_servers, data, prompts
 from scripts.train import generate_answers as answer
 from scripts.train.generate_answers import Filter
 from scripts.train.prompts import headers
@@ -326,3 +328,136 @@ def test_prompts_of_which_none_can_be_used_are_refused(sources):
     (sources / "given.jsonl").write_text('{"turns": ["What is 3?"]}')
     with pytest.raises(ValueError, match=r"can be used \(given: 1 prompts, 0 used; dropped: 1"):
         answer.answer(config_for(sources), never)
+
+
+# ------------------------------------------------------------------------------------------ servers
+
+
+class Served(BaseHTTPRequestHandler):
+    """Answer as vLLM does, with ids, or as llama-cpp-python, which reads and writes texts alone; twenty words."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *of):
+        """Nothing is printed."""
+
+    def do_GET(self):
+        self.send({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, prompt = self.server, body["prompt"]
+        if isinstance(prompt, list) == server.reads_text:
+            return self.send({"error": "the other kind"}, 422)
+        server.asked += body["max_tokens"] > 1
+        if server.asked > server.most:
+            return self.send({"error": "away"}, 503)
+        ids = words(" ".join(f"a{i}" for i in range(20)))
+        count = len(TOKENIZER.encode(prompt, special=True)) if server.reads_text else len(prompt)
+        choice = {"text": TOKENIZER.decode(ids), "index": 0, "finish_reason": "stop"}
+        usage = {"prompt_tokens": count, "completion_tokens": len(ids), "total_tokens": 0}
+        if not server.reads_text:
+            choice["token_ids"] = ids + END
+        answer = {
+            "id": "1",
+            "object": "text_completion",
+            "model": "m",
+            "choices": [choice],
+            "usage": usage,
+        }
+        server.damage(answer)
+        self.send(answer)
+
+    def send(self, answer: dict, status: int = 200) -> None:
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture
+def serve(sources, monkeypatch):
+    """A function that starts a server, and the options of a run with those that were started."""
+    monkeypatch.setattr(answer_servers, "PAUSES_S", (0, 0))
+    monkeypatch.setattr(answer, "ANSWER_TOKENS", 120)
+    running = []
+
+    def start(reads_text=False, most=10**9, damage=lambda answer: None) -> HeadConfig:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
+        server.reads_text, server.most, server.damage, server.asked = reads_text, most, damage, 0
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        urls = [f"http://127.0.0.1:{s.server_port}/v1" for s in running]
+        return config_for(sources, answers_from=",".join(urls), answer_model="m")
+
+    start.running = running
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def test_two_servers_of_which_one_is_lost(serve):
+    """Nothing is lost or twice, and a run goes on after the loss of both."""
+    serve(most=9)
+    config = serve(reads_text=True, most=9)
+    with pytest.raises(ValueError, match="does not answer: .*; the same command goes on once"):
+        answer.answer(config, never)
+    first = by_text(config)
+    assert 9 < len(first) < 18, "some have two turns"
+    serve.running[1].most = 10**9
+    run = answer.answer(config, never)
+    found = by_text(config)
+    assert first.items() <= found.items() and len(found) == run.filter.counts["answers", "used"]
+    prompts = PROMPTS["given"] + PROMPTS["tasks"] + PROMPTS["long"]
+    assert {turns[0] for turns in prompts} - found.keys() == {"What is 3?"}
+    ids = words(" ".join(f"a{i}" for i in range(20))) + END
+    assert all(row["answer_ids"] == ids * len(row["turns"]) for row in found.values())
+    assert all(row["ended"] for row in found.values())
+    assert serve.running[0].asked > 9, "it is asked again"
+    assert "answers: " in run.lines() and "whose tokens" not in run.lines()
+
+
+WRONG = [  # a damage of an answer, what it is counted as
+    (lambda a: a.update(model="other"), "of another model"),
+    (lambda a: a["usage"].update(prompt_tokens=3), "of another tokenizer"),
+    (lambda a: a["choices"][0].update(finish_reason="abort"), "broken off"),
+    (lambda a: a["usage"].update(completion_tokens=9), "whose tokens its text does not tell"),
+]
+
+
+@pytest.mark.parametrize("damage, said", WRONG)
+def test_wrong_answers_of_a_server_are_counted(serve, damage, said):
+    """Where they do not end, the run does."""
+    config = serve(reads_text=True, damage=damage)
+    with pytest.raises(ValueError, match=f"20 answers in a row were wrong, the last one {said}"):
+        answer.answer(config, never)
+    assert not answer.Path(config.out, "answers", "answers.jsonl").exists()
+    answers = iter(range(10**9))
+    serve.running[0].damage = lambda a: damage(a) if next(answers) == 5 else None
+    run = answer.answer(config, never)
+    assert f"dropped: 1 {said}" in run.lines() and len(by_text(config)) > 20
+
+
+def test_empty_and_cut_answers_of_a_server_are_counted(serve):
+    empty = {"text": "", "token_ids": None}
+
+    def damage(served):
+        cut = {"finish_reason": "length", "token_ids": words("a0")}
+        served["choices"][0] |= empty if served["usage"]["prompt_tokens"] % 2 else cut
+        served["usage"]["completion_tokens"] *= served["choices"][0]["text"] != ""
+
+    run = answer.answer(serve(damage=damage), never)
+    counts = run.filter.counts
+    assert counts["answers", "empty or like an evaluation prompt"] > 3
+    assert counts["answers", "used"] == sum(run.cut.values()) > 3
+
+
+def test_a_server_that_is_not_there_or_has_another_model(serve):
+    config = serve()
+    with pytest.raises(ValueError, match="--answer_model: http.* serves m, and not n"):
+        answer.answer(replace(config, answer_model="n"), never)
+    with pytest.raises(ValueError, match="--answers_from: http://127.0.0.1:9/v1 does not answer"):
+        answer.answer(replace(config, answers_from="http://127.0.0.1:9/v1"), never)
