@@ -43,6 +43,12 @@ def test_forced_tokens_cost_no_pass_of_their_own(draft):
     assert cycles == {"none": count - 1, "model": -(-(count - 1) // 4)}.get(draft, 1)
 
 
+def test_a_run_longer_than_a_tree():
+    text = " ".join(["forest"] * 70)
+    result = generate(engine_of("ngram", max_new_tokens=400), [PROMPT], grammar=f'start: "{text}"')
+    assert result.text == [text] and result.stats["cycles"] <= len(result.tokens[0]) // 60 + 1
+
+
 def random_schema(rng: random.Random, depth: int = 0) -> dict:
     """A bounded schema, at the top an object."""
     if depth == 0 or depth < 3 and rng.random() < 0.33:

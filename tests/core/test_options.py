@@ -94,6 +94,21 @@ def test_a_tree_is_one_text(text, options):
     assert parsing.by_names(GenerateConfig, {"tree": text}) == options
 
 
+def test_values_as_texts_have_the_types_of_their_fields():
+    """As `/set` of a chat and the methods of benchmarks give them."""
+    texts = ["ignore_eos=False", "num-samples=3", "typical_p=0.5", "stop=a", "json=a=b"]
+    given = parsing.read_settings(GenerateConfig, [*texts, "eagle=there"])
+    given = parsing.by_names(GenerateConfig, given)
+    want = {"ignore_eos": False, "num_samples": 3, "typical_p": 0.5}
+    assert given == want | {"stop": ("a",), "json": "a=b", "head": "there"}
+    for text, said in (
+        ("dtype", "name=value, as seed=1; it is 'dtype'"),
+        ("dtyp=a", "no option dtyp; did you mean dtype?"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            parsing.read_settings(GenerateConfig, [text])
+
+
 # ----------------------------------------------------------------------------------------- mistakes
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 from test_requests import LENGTH, REQUESTS, wanted
 
+import decode as loop
 import demo_drafts
 from drafts.grammar import Grammar
+from helpers import record
 from run.engine import Engine
+from run.library import generate
 from run.load import load
 from run.options import DEMO
 from run.scheduler import Request, Scheduler
 from run.session import Session
+
+LONG = [(7 * i + i * i) % 97 for i in range(400)]  # more than a prefill chunk, and worth a wait
 
 
 def engine_of(draft: str):
@@ -81,6 +86,38 @@ def test_ctrl_c_leaves_a_scheduler_that_goes_on(monkeypatch):
         assert not scheduler.busy and not any(scheduler.running)
     for number, request in enumerate(answered(scheduler, requests_of(scheduler.engine))):
         check(number, request)
+
+
+def test_a_request_gets_the_place_that_it_asks_for():
+    """The next turn of a conversation goes before the requests that wait, and its noise goes on."""
+    scheduler = Scheduler(engine_of("dynamic"))
+    first, *others = requests_of(scheduler.engine)
+    for request in (first, *others):
+        scheduler.submit(request)
+    while not first.reason:
+        scheduler.step()
+    place = first.place
+    before = int(scheduler.session.state.draws[place])
+    turn = [*first.prompt, *first.tokens, 3, 4]
+    following = Request.of(scheduler.engine, turn, place=place, noise_id=None)
+    scheduler.submit(following)
+    scheduler.step()
+    assert following in scheduler.running and following.cached > len(first.prompt)
+    while not following.reason:
+        scheduler.step()
+    after = int(scheduler.session.state.draws[place])
+    assert (before, after) == (len(first.tokens), len(first.tokens + following.tokens))
+
+
+def test_samples_of_one_prompt_read_it_once(monkeypatch):
+    """The second waits for the first."""
+    engine = engine_of("none")
+    chunks = record(monkeypatch, loop.Cycle, "read_prompt")
+    options = {"num_samples": 2, "temperature": 1.0}
+    together = generate(engine, [LONG], **options).tokens
+    assert [call.args[4] for call in chunks] == [256, 144, 1]
+    one = demo_drafts.engine_of("none", max_new_tokens=LENGTH)
+    assert together == generate(one, [LONG], **options).tokens and together[0] != together[1]
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
