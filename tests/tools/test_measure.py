@@ -16,7 +16,6 @@ import torch
 from backends.attention import attention
 from drafts import random_model
 from files.rounding import quantize_directory
-from files.tokenizer import Tokenizer
 from files.weights import load_model
 from helpers import GOLDEN, OPERATORS, golden_case, refused
 from quantize import Quantization
@@ -28,13 +27,13 @@ from run.stats import Stats
 from scripts import measure as program
 from scripts.bench import contestants, fidelity, operators, pictures, start
 from scripts.bench import speed as bench
-from scripts.bench.cases import FORMATS, KINDS, LOOKUP, SpeedOptions
-from scripts.bench.common import Log, Series, in_turn, pass_bytes, read_bandwidth
+from scripts.bench.cases import FORMATS, SpeedOptions
+from scripts.bench.common import Log, Series, pass_bytes, read_bandwidth
 from scripts.bench.contestants import Outcome, TokenClock
-from scripts.bench.llama_peer import LlamaCpp, decode, lookup, write_gguf
+from scripts.bench.llama_peer import LlamaCpp, write_gguf
 from scripts.bench.methods import Setting, method_config, methods_of, of_kind
 from scripts.bench.table import explained
-from scripts.bench.tasks import EVAL, MBPP, conversations
+from scripts.bench.tasks import MBPP, conversations
 
 METHODS = "none,eagle:chain:tree_depth=3,eagle:dynamic"
 TASKS = [
@@ -139,31 +138,6 @@ def test_tau_is_that_of_generate_and_batches_count_the_same(measured, tmp_path):
     assert together["tau_error"] == pytest.approx(row["tau_error"]) and row["tau_error"] > 0
 
 
-def test_a_killed_run_goes_on_at_its_task(tmp_path, monkeypatch, capsys):
-    config = config_in(tmp_path, methods="none,eagle:static", limit=3)
-    real, seen = bench.run_round, []
-
-    def killed(runs, given, number):
-        seen.append(number)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-        return real(runs, given, number)
-
-    monkeypatch.setattr(bench, "run_round", killed)
-    with pytest.raises(KeyboardInterrupt):
-        bench.measure(config)
-    log = tmp_path / "log.jsonl"
-    log.write_bytes(log.read_bytes()[:-9])
-    rows = bench.measure(config)
-    # the second method of the first task was torn, and needs the first one beside it
-    assert seen == [0, 1, 2, 0, 0, 1, 2, 0]
-    assert len(rows) == 4 and rows[0]["runs"] == 3
-    assert "the last line of" in capsys.readouterr().err
-    bench.measure(config)
-    assert len(seen) == 8, "nothing is left to measure"
-    assert "holds 4 lines; 0 are to be measured" in capsys.readouterr().out
-
-
 def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
     real = bench.with_config
 
@@ -227,33 +201,6 @@ def test_a_speedup_is_explained_over_all_tasks():
     parts = "verify 1.200 + draft 0.200 + host 0.100 of a vanilla pass"
     assert explained(drafted, plain).startswith(f"1.33 = tau 2.000 / ({parts}); bound by")
     assert explained([row("d", 0, 1, 0.0, 0.0, 0.0)], plain) == "nothing was decoded"
-
-
-def test_contestants_run_in_turn_and_the_first_round_warms_up():
-    order: list[str] = []
-    runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-    taken = in_turn(runs, 2, "")
-    assert sorted(order) == sorted("abc" * 3) and order[:3] != order[3:6]
-    assert all(len(done) == 2 and min(done) > 3 for done in taken.values())
-
-
-def test_values_of_a_trace_fall_along_paths_and_agree_between_trees():
-    options = {"checkpoint": DEMO, "dtype": "float32", "device": "cpu", "max_new_tokens": 8, "trace": "-"}  # fmt: skip
-    ids = [5, 17, 300, 40]
-    trace = generate(load(tree="static", **options), [ids]).trace
-    wide = generate(load(tree="dynamic", **options), [ids]).trace[0]
-
-    def below_the_root(row) -> dict[int, float]:
-        nodes = zip(row["draft_tokens"], row["values"], row["parents"])
-        return {token: value for token, value, parent in nodes if parent == 0}
-
-    for row in trace:
-        values = [0.0, *row["values"]]
-        assert all(value <= values[parent] for parent, value in zip(row["parents"], row["values"]))
-    first, other = below_the_root(trace[0]), below_the_root(wide)
-    shared = first.keys() & other.keys()
-    assert shared
-    assert [first[t] for t in shared] == pytest.approx([other[t] for t in shared], abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------- methods and tasks
@@ -334,18 +281,6 @@ def test_published_layouts_by_path(tmp_path):
     assert list(bench.read_tasks(SpeedOptions(tasks=lines, limit=1)).values()) == first
 
 
-def test_bundled_tasks():
-    """Every file is one task under its own name, and README.md has a line for it."""
-    readme = (EVAL.parent / "README.md").read_text()
-    for file in EVAL.glob("*.jsonl"):
-        if file.stem != "demo":  # has two
-            assert list(conversations(file.stem)) == [file.stem]
-        assert f"eval/{file.name}" in readme
-    assert conversations("mbpp")["mbpp"][0][0].startswith(MBPP[:40])
-    longest = [len(turns[0]) for turns in conversations("long")["long"]]
-    assert min(longest) > 4000 and all(len(turns) == 2 for turns in conversations("long")["long"])
-
-
 def test_long_prompts_are_left_out_aloud(capsys):
     engine = load(checkpoint=DEMO, device="cpu", draft="none", max_new_tokens=12)
     assert bench.fitting(engine, "a", [["x"], ["x " * 3000]], 8) == [["x"]]
@@ -370,17 +305,6 @@ def test_transformers_beside_ours(tmp_path):
 
 
 SMALL = dict(zip(random_model.SIZES, (64, 2, 2, 2, 96, 40)))  # fewer tokens than prompts have
-
-
-def test_random_weights_of_another_runtime(monkeypatch):
-    """In transformers; a vocabulary smaller than the prompt's ids is no fault."""
-    pytest.importorskip("transformers")
-    small = random_model.OF_LLAMA | {"head_dim": 32} | SMALL
-    monkeypatch.setattr(contestants, "raw_config", lambda shape: small)
-    config = SpeedOptions(max_new_tokens=5, device="cpu")
-    model = contestants.random_transformers("cpu")
-    outcome = contestants.run_transformers(model, config)([[3, 900, 77], [1]])
-    assert [len(text) for text in outcome.texts] == [5, 5] and outcome.stats.tokens == 8
 
 
 OF_GPT_FAST = {  # as little of its files as the contestant calls
@@ -472,14 +396,6 @@ def test_a_written_gguf_is_the_model_it_was_made_of(tmp_path, kind):
     peer = LlamaCpp(tmp_path / "demo.gguf", 64, 1, 32)
     theirs = torch.from_numpy(peer.feed(ids[0].tolist(), 0, every=True).copy())
     assert float((theirs - logits[0]).square().mean().sqrt()) < bound
-    # rolls back, then repeats
-    again = torch.from_numpy(peer.feed(ids[0, 20:].tolist(), 20, every=True).copy())
-    torch.testing.assert_close(again, theirs[20:], atol=0.1, rtol=0.05)
-    prompt = ids[0, :6].tolist() * 2
-    clocks = [TokenClock(), TokenClock()]
-    plain = decode(peer, prompt, 20, clocks[0], None)
-    assert decode(peer, prompt, 20, clocks[1], lookup()) == plain
-    assert len(clocks[0].puts) == 20 > len(clocks[1].puts), LOOKUP
     peer.close()
 
 
@@ -514,14 +430,6 @@ def test_equal_logits_a_perplexity_by_hand_and_right_answers():
     assert not fidelity.is_right("comparison", ["paris"]) and not fidelity.is_right("12", ["1"])
 
 
-def test_prompts_are_of_every_task_or_pieces_of_the_text(tmp_path):
-    tokenizer = Tokenizer.load(Path(DEMO))
-    assert len(fidelity.read_prompts(tokenizer, 2, "")) == 2 * len(fidelity.TASKS)
-    (tmp_path / "a.txt").write_text("x = 1\n" * 500)
-    pieces = fidelity.read_prompts(tokenizer, 2, str(tmp_path / "a.txt"))
-    assert [len(piece) for piece in pieces] == [fidelity.TOKENS] * 2
-
-
 # --------------------------------------------------------------------------------- layers and passes
 
 
@@ -548,22 +456,6 @@ def test_times_by_rows(case, flags, names, tmp_path, monkeypatch, capsys):
         ratios = " | ".join(f"{r['over_first']:.2f}" for r in rows if r["name"] == name)
         assert f"\n| {name} | {ratios} |\n" in printed
     assert (torch.ops.gpt_eagle.tiles()[1] > configured) == ("units" in flags)
-
-
-@OPERATORS
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_layer_is_timed_in_every_format(kind, monkeypatch):
-    monkeypatch.setattr(operators, "ROTATED_BYTES", 500_000)
-    pages = operators.HugePages()
-    weight = operators.weight_of(kind, 64, 512, "cpu")
-    size = operators.bytes_of(weight)
-    copies = [operators.copy_of(weight, pages) for _ in range(operators.copies_of(size))]
-    x = torch.randn(2, 512, dtype=torch.bfloat16)
-    rotated = operators.Rotated(operators.layer_calls(kind, copies, x), "cpu")
-    results = [call() for call in rotated.calls]
-    assert all(torch.equal(each, results[0]) for each in results)
-    assert results[0].shape == (2, 64) and rotated.seconds() > 0
-    assert size * len(copies) >= operators.ROTATED_BYTES
 
 
 @OPERATORS
@@ -644,17 +536,6 @@ RACE = {
 }  # fmt: skip
 
 
-def test_parts_hold_the_whole_text_in_lines_that_fit():
-    side = pictures.Side(**RACE["sides"][1])
-    found = [*pictures.placed(side)]
-    assert "".join(text for *_, text in found) == side.text.replace("\n", "")
-    widest = max(column + len(text.rstrip()) for _, _, column, text in found)
-    assert widest == pictures.COLUMNS
-    assert found[:3] == [(0.1, 0, 0, "def "), (0.1, 0, 4, "f(x):"), (0.4, 1, 0, "    ")]
-    starts = [(line, column) for _, line, column, _ in found]
-    assert starts == sorted(set(starts))
-
-
 def test_a_piece_is_hidden_until_its_time_and_each_clock_ends_with_its_rate():
     texts = [*ElementTree.fromstring(pictures.race_picture(RACE)).iter(f"{SVG}text")]
     ends = {
@@ -671,19 +552,3 @@ def test_a_piece_is_hidden_until_its_time_and_each_clock_ends_with_its_rate():
 
 
 # ------------------------------------------------------------------------------------------- the device
-
-
-def test_about_thirty_tests_are_smoke():
-    import test_gpu
-
-    class Seen:
-        def pytest_collection_finish(self, session):
-            self.names = [item.name for item in session.items]
-
-    file, seen = Path(test_gpu.__file__), Seen()
-    flags = f"-c {file.parents[2] / 'pyproject.toml'} -n0 -q --collect-only -m smoke {file}".split()
-    assert pytest.main(flags, plugins=[seen]) == 0
-    assert 25 <= len(seen.names) <= 40
-    assert seen.names[0].startswith("test_captured_cycles"), (
-        "the longest first, or they end too late"
-    )
