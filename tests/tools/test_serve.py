@@ -2,7 +2,7 @@
 
 1. Whole, streamed, beside others, as a response and with other drafts, an answer is one and the same.
 2. Keys, hosts, origins, addresses, clients that leave, and the server's end.
-`llm` and `lm_eval` ask, too. Forms of calls and thinking are in test_replies.py, refusals in test_requests.py.
+Forms of calls and thinking are in test_replies.py, refusals in test_requests.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import http.client
 import json
 import logging
-import os
 import re
 import signal
 import socket
@@ -34,11 +33,10 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from drafts.grammar import Grammar  # noqa: E402
 from helpers import fresh, slow  # noqa: E402
-from run.generate import encode  # noqa: E402
 from run.library import generate  # noqa: E402
 from run.load import load  # noqa: E402
 from run.options import DEMO, ROOT, Sampling  # noqa: E402
-from run.parsing import parse, parse_given  # noqa: E402
+from run.parsing import parse_given  # noqa: E402
 from sampling import SamplingMode  # noqa: E402
 from served import (  # noqa: E402
     ARGV,
@@ -414,20 +412,7 @@ def test_events_have_trees_where_they_are_asked_for(running):
     assert "trees" not in next(iter(running.ask(stream=True))).choices[0].drafted
 
 
-def test_a_tree_of_one_size_takes_no_smaller_number():
-    engine = load(checkpoint=DEMO, device="cpu", tree="dynamic:3,2,6", max_new_tokens=8)
-    assert generate(engine, ["def f("], draft=5).tokens == generate(engine, ["def f("]).tokens
-    fault = "draft must be a whole number from 5 on, as draft trees have one size here; it is 4"
-    with pytest.raises(ValueError, match=fault):
-        generate(engine, ["def f("], draft=4)
-
-
 # ----------------------------------------------------------------------------- the server's own part
-
-
-def test_models(running):
-    assert [model.id for model in running.client.models.list()] == ["demo"]
-    assert running.client.models.retrieve("demo").object == "model"
 
 
 def test_an_answer_up_to_the_context(running):
@@ -448,14 +433,6 @@ def test_a_seed_is_drawn_and_told(running):
     for answer in drawn:
         assert 0 <= answer.seed < 2**53  # whole in every client's numbers
         assert running.ask(seed=answer.seed).choices[0].text == answer.choices[0].text
-
-
-def test_equal_answers_are_decoded_once(running, monkeypatch):
-    jobs = []
-    submit = running.batcher.submit
-    monkeypatch.setattr(running.batcher, "submit", lambda new: (jobs.extend(new), submit(new)))
-    running.ask(prompt=TWO, temperature=0, n=3)
-    assert len(jobs) == 2
 
 
 def test_a_grammar_that_ends_in_nothing_ends_one_request(running, monkeypatch):
@@ -660,84 +637,4 @@ def test_an_address_that_cannot_be_had_is_one_line(host, capsys):
     assert stop.value.code == 2 and err.count("\n") == 1 and remedy in err
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-def test_ipv6():
-    argv = ["--host", "::1", "--port", "0"]
-    with serve.listen(parse(serve.ServeConfig, "serve.py", "", argv)) as found:
-        assert found.family == socket.AF_INET6
-    assert transport.is_loopback("::1")
-
-
 # ---------------------------------------------------------------------------------- other clients
-
-QUESTIONS = ["Hello", "def f(x):", "Write a class.", "Why?"]
-
-
-def answer_of(running, turns: list[str], answers: list[str] = (), **options) -> str:
-    """The text of `generate` for a chat."""
-    engine = fresh(running.engine)
-    ids = encode(engine, turns, list(answers))
-    return generate(engine, [ids], max_new_tokens=12, **options).text[0]
-
-
-def client_run(command: str, *argv: str, **environment: str) -> str:
-    """Run a client's program. Returns: its output."""
-    pipes = {"capture_output": True, "text": True, "timeout": 600}
-    line = [sys.executable, "-m", *command.split(), *argv]
-    done = subprocess.run(line, env=os.environ | environment, **pipes)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_llm(running, tmp_path):
-    """The program of that name, with options, streamed and whole, and a conversation that goes on."""
-    pytest.importorskip("llm", reason="pip install llm")
-    url = f"http://127.0.0.1:{running.port}/v1"
-    model = f"- model_id: here\n  model_name: demo\n  api_base: {url}\n"
-    Path(tmp_path, "extra-openai-models.yaml").write_text(model)
-    home = {"LLM_USER_PATH": str(tmp_path)}
-    options = "-o temperature 0.5 -o seed 3 -o max_tokens 12"
-    rule = {"temperature": 0.5, "seed": 3}
-    first = client_run(f"llm -m here {options}", "Hello", **home)
-    want = answer_of(running, ["Hello"], **rule)
-    assert first == want + "\n"
-    assert client_run(f"llm -m here --no-stream {options}", "Hello", **home) == first
-    second = client_run(f"llm -c {options}", "Bye", **home)
-    assert second == answer_of(running, ["Hello", "Bye"], [want], **rule) + "\n"
-
-
-TASK = """task: here
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{target}}}}"
-generation_kwargs:
-  until: ["###"]
-  max_gen_toks: 12
-  do_sample: false
-metric_list:
-  - metric: exact_match
-"""
-
-
-def test_lm_eval(running, tmp_path):
-    """Its local-chat-completions, two requests at a time, on a task whose targets are the texts of `generate`."""
-    pytest.importorskip("lm_eval", reason="pip install lm_eval[api]")
-    data = tmp_path / "questions.jsonl"
-    targets = [answer_of(running, [question], temperature=0) for question in QUESTIONS]
-    rows = [{"question": q, "target": t} for q, t in zip(QUESTIONS, targets)]
-    data.write_text("\n".join(map(json.dumps, rows)))
-    Path(tmp_path, "here.yaml").write_text(TASK.format(data=data))
-    url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
-    command = "lm_eval --model local-chat-completions --tasks here --apply_chat_template"
-    command += f" --include_path {tmp_path} --output_path {tmp_path / 'out'}"
-    model = f"model=demo,base_url={url},num_concurrent=2,max_retries=1"
-    home = {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    client_run(command, "--model_args", model, **home)
-    (results,) = Path(tmp_path, "out").rglob("results*.json")
-    found = json.loads(results.read_text())["results"]["here"]
-    assert found["exact_match,none"] == 1.0
