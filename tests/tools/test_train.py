@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -25,10 +24,8 @@ from eagle_draft import EagleConfig, EagleDrafter, EagleHead, load_head
 from files.chat import chat_template
 from files.jinja import Template
 from files.tokenizer import Tokenizer
-from files.weights import load_model
 from helpers import (
     GOLDEN,
-    OPERATORS,
     decode,
     engine_for,
     golden_case,
@@ -88,24 +85,6 @@ def test_official_loss_and_gradients():
     for ours, theirs in head.weight_names().items():
         norm = sum(case["grad_l2_norms"][n] ** 2 for n in theirs) ** 0.5
         assert float(head.get_parameter(ours).grad.norm()) == pytest.approx(norm, rel=1e-3), ours
-
-
-@OPERATORS
-def test_what_learns_must_not_run_our_operators():
-    """The head itself, and the target's LM head in bf16, of which training takes a copy."""
-    head = golden_head().requires_grad_(True)
-    with pytest.raises(RuntimeError, match="has no gradients"):
-        official_losses(head)
-    use_backend(head, TORCH)
-    target = load_model(GOLDEN / "models/target_llama_mha", torch.bfloat16)
-    losses = train_eagle.losses_of(TrainConfig(device="cpu"), head, target)
-    tokens = torch.arange(7)[None]
-    features = target(tokens, tokens).float()
-    with torch.compiler.set_stance("force_eager"):
-        sum(losses(training.Inputs(tokens, tokens >= 0, features, None), 0)).backward()
-    assert head.fc.weight.grad.isfinite().all() and head.fc.weight.grad.any()
-    with pytest.raises(RuntimeError, match="gpt_eagle::matmul has no gradients"):
-        target.lm_head(features.requires_grad_())
 
 
 @torch.no_grad()
@@ -267,16 +246,6 @@ def test_every_form_of_a_row(tmp_path, capsys):
     lines.write_text(json.dumps(good[0]))
     with pytest.raises(ValueError, match="--data: one dialogue is held out"):
         data.read_data(TrainConfig(data=str(lines)))
-
-
-def test_only_a_checkpoint_without_a_template_has_none(tmp_path):
-    """Any other fault of a template is an error, also where the data are texts."""
-    copy = shutil.copytree(DEMO, tmp_path / "demo")
-    config, target = TrainConfig(checkpoint=str(copy), device="cpu"), golden_target()
-    assert training.make_engine(config, target).template is None
-    (copy / "chat_template.jinja").write_text("{% broken")
-    with pytest.raises(ValueError, match="its chat template"):
-        training.make_engine(config, target)
 
 
 def test_the_draft_vocabulary_is_what_is_trained_on_most():
