@@ -176,22 +176,6 @@ def test_a_click_or_a_key_shows_the_tree_of_a_cycle(page):
 
 
 @in_a_browser
-def test_markdown_while_it_streams(page):
-    """The answer is drawn as it will stay; Drafts shows the shaded tokens meanwhile."""
-    event = {"tokens": 1, "accepted": 1, "rejected": 0, "passes": 1, "spans": [["head", 9, 0]], "trees": []}  # fmt: skip
-    page.run("window.before = ask; window.go = null; true")
-    page.run(f"ask = async (said, more, signal, on) => {{ on('**bold** ', {json.dumps(event)}); await new Promise(end => {{ go = end; }}); return ''; }}")  # fmt: skip
-    ask(page, "Hello")
-    page.wait("document.querySelector('.message.assistant .body strong')")
-    press(page, "Drafts")
-    assert texts(page, ".message.assistant .by-head") == ["**bold** "]
-    page.run("go()")
-    page.wait("!running")
-    assert page.run(SAID) == "**bold** "
-    page.run("ask = before; true")
-
-
-@in_a_browser
 def test_an_answer_is_stopped(page, running):
     """The server evicts it; what came is kept. So it is with a reload in the middle."""
     for leave in ("$('stop').click()", "location.reload()"):
