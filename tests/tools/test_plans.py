@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="plans need Triton, which is to be had for 
 
 import backends.triton.plans  # noqa: E402
 from backends.triton.launch import TARGETS  # noqa: E402
-from backends.triton.plans import HEIGHTS, file_name, measured_on, to_json  # noqa: E402
+from backends.triton.plans import file_name, measured_on, to_json  # noqa: E402
 from backends.triton.qmatmul import plan_product, tile_height  # noqa: E402
 from run.parsing import one_line_errors  # noqa: E402
 from scripts.bench import plans  # noqa: E402
@@ -33,21 +33,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     measured_on.cache_clear()
     plan_product.cache_clear()
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_fastest_is_chosen(shape):
-    """On every device; an estimate stays where nothing is faster or nothing runs."""
-    for device in TARGETS.values():
-        chosen = plans.choose(shape, device, time_of)
-        assert chosen.splits == (1 if shape.epilogue == "swiglu" else 3)
-        for height in HEIGHTS:
-            width = 64 if height < 64 else 128
-            assert chosen.tiles[height] == plans.Tile(width, backends.triton.plans.MOST_STAGES)
-    for us in (1.0, float("inf")):
-        chosen = plans.choose(shape, DEVICE, lambda *_, us=us: us)
-        kept = [plans.plan_of(h, chosen.tiles[h], chosen.splits) for h in HEIGHTS]
-        assert kept == [shape.estimate(h, DEVICE) for h in HEIGHTS]
 
 
 def test_a_table_holds_for_devices_of_its_name(folder):
@@ -88,12 +73,6 @@ def test_a_table_that_cannot_be_used(folder, capsys, change):
     error = capsys.readouterr().err
     assert raised.value.code == 2 and error.count("\n") == 1
     assert "x.json has no plans that can be used" in error and "measure.py plans" in error
-
-
-def test_tables_of_the_checkout_can_be_used():
-    for file in backends.triton.plans.FOLDER.glob("*.json"):
-        name = json.loads(file.read_text())["device"]
-        assert file_name(name) == file.name and measured_on(name)
 
 
 def test_the_whole_sweep_writes_what_it_has_so_far(folder, monkeypatch):
