@@ -162,13 +162,6 @@ def test_a_paste_while_it_is_busy_is_one_turn(tmp_path):
     assert [m["content"] for m in messages(tmp_path / "c.json")[::2]] == ["a\nb"]
 
 
-def test_ctrl_c_drops_what_waits():
-    """Lines and a paste that is longer than a terminal's own buffer; the chat goes on."""
-    waits = "one\rtwo\r" + PASTE.format("line\r" * 2000) + "\x03"
-    dropped = r"\[stopped; 200[23] waiting line\(s\) dropped\][^>]*> ?$"
-    chat([("", READY), ("def a():\r", BEGUN), (waits, dropped)], command(1800))
-
-
 def test_no_shell_gets_what_waits():
     """A kill while an answer is written: the terminal is as before, and nothing is left in it."""
     script = f"{shlex.join(command(1800))}; echo ended $?; stty -a; read -r line; echo got $line"
@@ -197,20 +190,6 @@ def test_lines_of_earlier_chats_come_back(tmp_path):
     lines = re.findall("^[+](.*)", file.read_text(), re.MULTILINE)
     assert lines == ["/set seed é", "/not", "one line", "/bye", "/set seed é", "/bye"]
     assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_chat_goes_on_where_no_line_can_be_kept(tmp_path):
-    (tmp_path / "gpt-eagle").touch()
-    told = "lines are not kept for the next chat: File exists[^>]*> ?$"
-    chat([("", told)], XDG_CACHE_HOME=str(tmp_path), CXX="none")
-
-
-def test_letters_of_others_in_the_c_locale(tmp_path):
-    """On a narrow terminal. Bytes that are no letters are refused, and the chat goes on."""
-    steps = [("", READY), ("\udcff\udcfea\r", "half a character[^>]*> ?$"), ("é ü €\r", DONE)]
-    leave = f"/save {tmp_path / 'c.json'}\r/bye\r"
-    chat(steps, leave=leave, LC_ALL="C", COLUMNS="40")
-    assert messages(tmp_path / "c.json")[0]["content"] == "é ü €"
 
 
 @pytest.mark.parametrize("plain, interactive", [(False, True), (True, False)])
