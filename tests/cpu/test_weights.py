@@ -40,7 +40,6 @@ from backends.weight import (
     join_zeros,
     rounding_of_blocks,
 )
-from files.stacks import decode
 from helpers import (
     BLOCK_KINDS,
     layer_of,
@@ -51,7 +50,7 @@ from helpers import (
     weight_of_blocks,
 )
 from quantize import round_activations, stack
-from reference import TORCH, choose
+from reference import choose
 from run.heads import rows_of
 
 MISSING = backends.cpp.build.load_operators()
@@ -524,14 +523,6 @@ def test_numbers_below_the_smallest_normal_one_are_zeros_on_tiles(unit, x, weigh
     assert str(y.item()) == str(want)  # the sign, too
 
 
-def test_int8_that_ends_within_a_block_needs_no_tiles():
-    case, x = case_of(("int8", 0), k=1300), random(33, 1300)
-    want = case.product(x)
-    assert OPERATORS.use_tiles("emulation")  # `_no_tiles` ends it
-    before = OPERATORS.tiles()
-    assert torch.equal(case.product(x), want) and OPERATORS.tiles() == before
-
-
 # ------------------------------------------------------------------------------- the largest codes
 
 
@@ -562,23 +553,6 @@ def test_extreme_codes(format):
     assert (y[0] == size * 127 * most).all() and (y[1] == size / 2 * (127 + 63 / 128) * most).all()
     assert (y[3] == k * 127 * most).all() and torch.equal(y[4], -y[3])
     assert torch.equal(y[2:3], case.product(x[2:3])) and torch.equal(y[:1], case.product(x[:1]))
-
-
-@EVERY_BLOCK
-def test_the_largest_codes_of_blocks(name):
-    """Every bit of every code is set, every activation is 127 steps: no sum overflows."""
-    case = OfBlocks(random_blocks(name, 33, 512))
-    raw = np.full((33, 512 // case.kind.elements, case.kind.size), 255, np.uint8)
-    for at in (case.kind.scale_at, case.kind.least_at):
-        if at is not None:
-            set_halves(raw, at, 2.0**-8)
-    if case.kind.scale_at is None:
-        raw[..., 0] = 120
-    case = OfBlocks(case.blocks._replace(content=torch.from_numpy(raw.reshape(33, -1))))
-    assert case.weight.abs().min() > 0
-    for sign in (1, -1):
-        x = torch.full((3, 512), sign * 127.0)
-        assert torch.equal(case.product(x).double(), case.reference(x))  # all sums are exact
 
 
 @pytest.mark.parametrize("build", ["native", "tiles", *OTHERS])
@@ -675,23 +649,6 @@ def test_scales_that_are_no_numbers_are_refused(name):
             says = f"^m.gguf: {name} has a scale that is NaN or infinite; download it again$"
             with pytest.raises(ValueError, match=says):
                 part.pack(out, FILE)
-
-
-def test_powers_of_two_that_are_no_numbers_are_refused():
-    """255 in the byte of a block; all others are exact, subnormal ones too."""
-    part = random_blocks("MXFP4", 256, 64)
-    blocks = part.content.view(256, 2, 17)
-    blocks[..., 0] = torch.arange(256).clamp(max=254)[:, None]
-    out = torch.empty(256, 64)
-    OPERATORS.widen_blocks(part.content.flatten(), part.type_id, out)
-    assert torch.equal(out, widened("MXFP4", part.content.numpy())) and torch.equal(
-        decode(blocks), out
-    )
-    strips = torch.empty(part_bytes(part.part, 64), dtype=torch.uint8)
-    part.pack(strips, FILE)
-    blocks[37, 1, 0] = 255
-    with pytest.raises(ValueError, match="MXFP4 has a scale that is NaN or infinite; download"):
-        part.pack(strips, FILE)
 
 
 PARTS = [
@@ -834,47 +791,6 @@ def test_rows_out_of_range_are_refused_with_threads():
 
 
 # ----------------------------------------------------------------------------- which product serves
-
-
-def test_linear_layers_of_the_backends(monkeypatch):
-    """In C++ by a row of cases/functions.py; PyTorch's without it, and in other dtypes."""
-    x, weight, bias = random(5, 64).bfloat16(), random(33, 64), random(33).bfloat16()
-    backend = choose(x.device)
-    packed = quantize.pack("int4", *quantize.FORMATS["int4"].encode(weight, 32))
-    narrow = backend.matmul(x, packed)
-    assert torch.equal(narrow, backend.matmul(x, packed, fp32_out=True).bfloat16())
-    monkeypatch.setattr("backends.library._cpp_available", [False])
-    backend = choose(x.device)
-    theirs = F.linear(x, weight.bfloat16(), bias)
-    assert torch.equal(backend.linear(x, weight.bfloat16(), bias), theirs)
-    wide = backend.linear(x, weight.bfloat16(), bias, fp32_out=True)
-    assert torch.equal(wide, theirs.float())
-    for dtype in (torch.float32, torch.float16):
-        backend = choose(x.device, dtype)
-        assert backend.linear is TORCH.linear and backend.router_logits is TORCH.router_logits
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_linear_has_gradients(compiled):
-    """PyTorch's, where something learns: the input of a frozen layer, or the layer; autocast does the same."""
-    product = TORCH.linear
-    if compiled:
-        product = torch.compile(product, fullgraph=True, backend="aot_eager")
-    for learns in ("x", "weight", "both"):
-        x, weight = random(5, 64).bfloat16(), random(33, 64, seed=2).bfloat16()
-        x.requires_grad_(learns != "weight"), weight.requires_grad_(learns != "x")
-        grads = []
-        for linear_of in (product, lambda x, w, b, fp32_out: F.linear(x, w).float()):
-            linear_of(x, weight, None, True).square().sum().backward()
-            grads.append([t.grad for t in (x, weight)])
-            x.grad = weight.grad = None
-        for ours, theirs in zip(*grads):
-            assert ours is theirs is None or torch.equal(ours, theirs)
-    x, weight = random(5, 64), random(33, 64).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = product(x, weight)
-        assert y.dtype == torch.bfloat16 and y.requires_grad
-        assert torch.equal(y, F.linear(x, weight))
 
 
 def test_operators_refuse_inputs_that_need_gradients():
