@@ -2,7 +2,6 @@
 
 1. A result is the definition's, at all sizes and edges.
 2. A sequence of a batch, threads and strides of the operands change no bit of it.
-3. Wrong operands are refused before anything is read or written.
 Further properties of single functions stand behind them.
 """
 
@@ -26,12 +25,11 @@ import reference
 from backends.chosen import NAMES
 from backends.epilogues import rotary_cache_plainly
 from backends.library import has_cpu_operators
-from draft_tree import DecodedTokens, Level, Scores
+from draft_tree import DecodedTokens
 from drafters import DrafterUpdate
 from drafts.kept_texts import PastTexts
 from drafts.ngram_draft import Ngram, NgramDrafter
 from drafts.ngram_estimates import RATES, Rates
-from drafts.shaping import ShapedRule, Shaping
 from functions import (
     BATCH,
     DTYPES,
@@ -49,7 +47,7 @@ from functions import (
     run,
     whole,
 )
-from helpers import not_refused, with_head_norms
+from helpers import with_head_norms
 from kv_cache import Window
 from models.operators import sliding
 from reference import TORCH, choose, decode_rows, encode_rows, visible_slots
@@ -154,112 +152,6 @@ class TestBits:
         assert_same(got, want[0])
 
 
-# ------------------------------------------------------------------------------- wrong operands
-
-
-def operands_of_a_level() -> dict[str, Any]:
-    index, values, seen = torch.zeros(2, 2).long(), torch.zeros(2, 2), torch.zeros(2, 2, 6).bool()
-    return {
-        "logits": torch.zeros(2, 2, 5), "sharpness": 1.0, "ids": torch.arange(5), "noise": torch.zeros(2, 3, 9),
-        "level": 0, "temperature": torch.ones(2), "index": index, "values": values, "seen": seen, "k": 3, "count": 2,
-        "first_candidate": 4, "first_slot": 0, "slots": 6, "fixed_children": torch.tensor([[0, 5]]),
-    }  # fmt: skip
-
-
-def operands_of_attention() -> dict[str, Any]:
-    names = ("q", "k", "v", "start", "mask", "first")
-    return dict(zip(names, attention_of("chain", [37], (6, 2), 64, torch.float32, 5)))
-
-
-def operands_of_an_advance() -> dict[str, Any]:
-    names = (
-        "tokens",
-        "pos",
-        "draws",
-        "done",
-        "limit",
-        "roots",
-        "path",
-        "length",
-        "emitted",
-        "ends",
-        "features",
-        "columns",
-    )
-    one = torch.ones(1).long()
-    of_path = torch.zeros(1, 2).long()
-    state = torch.zeros(1, 5).long(), one, one, one == 0, 4 * one
-    return dict(
-        zip(names, (*state, of_path, of_path, one, of_path, one, torch.zeros(1, 2, 6), ["count"]))
-    )
-
-
-def buffers(*shape: int) -> Tensor:
-    return torch.zeros(2, 2, *shape)
-
-
-LEVEL, ATTENTION, ADVANCE = operands_of_a_level(), operands_of_attention(), operands_of_an_advance()
-Z, IDS, NOISE, SEEN = LEVEL["logits"], LEVEL["ids"], LEVEL["noise"], LEVEL["seen"]
-WRONG = {  # operator -> good operands by name, in their order; what is refused in the place of one
-    "expand_frontier": (LEVEL, {
-        "logits": [Z[0], Z.double(), torch.zeros(2, 2, 2)],
-        "ids": [IDS[:4], torch.arange(6), IDS + 5, IDS - 1, IDS.int(), None],
-        "noise": [NOISE[:1], NOISE[0], NOISE.double(), NOISE[..., :4]],
-        "level": [3, -1], "temperature": [torch.ones(1), torch.ones(2).double(), None],
-        "index": [torch.zeros(1, 2).long(), torch.zeros(2, 1).long(), torch.zeros(2, 2).int()],
-        "values": [torch.zeros(1, 2), torch.zeros(2, 1), torch.zeros(2, 2).double()],
-        "seen": [SEEN[:1], SEEN[:, :1], SEEN[..., :5], SEEN.int()],
-        "fixed_children": [torch.tensor([row]) for row in ([0], [0, 6], [-1, 0], [0.0, 1.0])],
-        "k": [0, -1, 6], "count": [7, -1], "slots": [7, -1],
-    }),
-    "with_times": ({"facts": torch.zeros(2, 3).long(), "times": [1]}, {"facts": [torch.zeros(2, 3).int(), torch.zeros(3).long()]}),
-    "attention": (ATTENTION, {
-        "k": [ATTENTION["k"].to(torch.int8), ATTENTION["k"].bfloat16(), ATTENTION["k"][:, :1], ATTENTION["k"].transpose(2, 3)],
-        "start": [torch.tensor([41]), torch.tensor([-1]), torch.tensor([1, 2])],
-        "mask": [ATTENTION["mask"][:, :5]],
-        "first": [torch.full((1, 12), -1), torch.full((1, 12), 37 + 12), torch.zeros(1, 11).long()],
-    }),
-    "advance": (ADVANCE, {
-        "tokens": [torch.zeros(1, 3).long(), torch.zeros(2, 5).long()], "length": [torch.tensor([2]), torch.tensor([-1])],
-        "path": [torch.tensor([[0, 2]]), torch.tensor([[0, -1]])], "columns": [["counts"]],
-        "features": [torch.zeros(1, 2, 6).double(), torch.zeros(1, 3, 6)], "pos": [torch.tensor([-1]), torch.ones(1)],
-    }),
-    "move_rows": ({"buffers": [buffers(20, 16)] * 2, "start": torch.tensor([3, 5]), "path": torch.tensor([[0, 0], [0, 0]])}, {
-        "start": [torch.tensor([3, 19]), torch.tensor([3, -1])],
-        "path": [torch.tensor([[0, 0], row]) for row in ([0, 15], [-6, 0])],
-        "buffers": [[buffers(20, 16), buffers(16, 20).transpose(2, 3)], [buffers(20, 16), buffers(20, 8)]],
-    }),
-    "topk": ({"scores": torch.zeros(2, 200), "k": 3}, {"k": [0, 201], "scores": [torch.zeros(2, 200).double()]}),
-    "best": ({"scores": torch.zeros(1, 1, 8), "noise": torch.zeros(1, 3, 8), "row": torch.tensor([[2]])},
-             {"row": [torch.tensor([[3]]), torch.tensor([[-1]]), None], "noise": [torch.zeros(1, 3, 7)], "scores": [torch.zeros(1, 0, 8)]}),
-    "rotary": (dict(zip(("qkv", "cos", "sin", "heads", "kv_heads"), (torch.zeros(2, 9, 16, 80), *torch.zeros(2, 2, 9, 1, 80), 8, 4))),
-               {"heads": [13, 14], "cos": [torch.zeros(2, 9, 1, 40), torch.zeros(2, 8, 1, 80)], "qkv": [torch.zeros(2, 9, 16, 78)]}),
-    "select_nodes": (dict(zip(("tokens", "values", "parents", "expanded", "nodes", "count", "text", "pos"),
-        ([torch.zeros(1, 3).long()], [torch.zeros(1, 3)], [torch.tensor([[-1, 0, 0]])], [], None, 2, torch.zeros(1, 4).long(), torch.tensor([1])))),
-        {"parents": [[torch.tensor([[-1, 1, 0]])], [torch.tensor([[-1, -2, 0]])], [torch.tensor([[-1, 0, 2]])], []], "count": [4, -1], "pos": [torch.tensor([4])],
-         "nodes": [torch.tensor([[0, 3]]), torch.tensor([[0]])]}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_operands_are_refused(name):
-    """Whatever one of the operands is replaced by."""
-    good, wrong = WRONG[name]
-    operator = getattr(CPP, name)
-    operator(*good.values())
-    cases = {
-        f"{operand} {n}": tuple((good | {operand: value}).values())
-        for operand, values in wrong.items()
-        for n, value in enumerate(values)
-    }
-    assert wrong.keys() <= good.keys() and not_refused(operator, cases) == []
-
-
-def test_the_records_have_the_order_of_the_operator():
-    fields = (*Scores._fields, "index", "values", "seen", *Level._fields)
-    assert [x.name for x in CPP.expand_frontier.default._schema.arguments] == [*fields] == [*LEVEL]
-
-
 # ------------------------------------------------------------------------------------- attention
 
 
@@ -305,26 +197,6 @@ def test_a_row_of_attention_has_the_bits_that_its_token_gets_alone(kind, heads, 
                 assert torch.equal(single[0, 0], y[b, t]), (starts, size, b, t)
 
 
-@pytest.mark.parametrize("attend", ["attention", "tree_attention"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_slots_that_nobody_sees_do_not_matter(kind, attend):
-    """Those before all windows are not read; those of a shorter sequence, behind its window, hold any finite number."""
-    attend = getattr(CPP, attend)
-    for starts in ([37], [300, 300], [5, 0, 37]):
-        step = random_step(kind, starts, (6, 2), 64)
-        window = sliding(step.window, 5)
-        want = attend(
-            *operands(step._replace(k=step.k.nan_to_num(), v=step.v.nan_to_num()), window)
-        )
-        hidden = int(window.first.min())
-        seen = visible_slots(*operands(step, window)[3:], step.k.shape[2]).any(1)
-        for held in (step.k, step.v):
-            held.copy_(torch.where(seen[:, None, :, None], held, 1e4))
-            held[:, :, :hidden] = float("nan")
-            held[:, :, max(starts) + window.mask.shape[2] :] = float("nan")
-        assert torch.equal(attend(*operands(step, window)), want)
-
-
 def test_a_sink_below_all_scores_counts_for_nothing():
     given = attention_of("tree", [37, 11], (6, 2), 64, torch.float32, 0)
     none = torch.full((6,), -INF)
@@ -342,16 +214,6 @@ def test_a_sink_below_all_scores_counts_for_nothing():
         backends.attention.masked_attention,
     ):
         torch.testing.assert_close(attend(*given, sinks=sinks), want, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("width", [16, 48, 80, 128])
-def test_attention_over_codes_is_that_over_their_numbers(width):
-    q, k, v, *window = attention_of("tree", [37, 0], (8, 4), width, torch.float32, 0)
-    codes = [encode_rows(x, torch.int8) for x in (k, v)]
-    wide = [decode_rows(rows, width) for rows in codes]
-    assert torch.equal(OURS.attention(q, *codes, *window), OURS.attention(q, *wide, *window))
-    got = backends.attention.attention(q, *codes, *window)
-    torch.testing.assert_close(got, OURS.attention(q, *wide, *window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("elements", [2, 16, 80, 128])
@@ -397,33 +259,6 @@ def test_noise_is_a_tokens_own():
     assert torch.equal(OURS.gumbel(*two, first, 2, 700, 0), together[..., :700])
 
 
-def test_xtc_acts_as_often_as_asked():
-    """By noise of its own, of the seed and the draw alone."""
-    each = [Sampling(1.0, xtc_probability=0.3)] * 2
-    rule = ShapedRule(*SamplingTensors.from_params(each, seed=9)[:8], Shaping(1).rows(each))
-    acts = rule.xtc_at(torch.arange(4000).expand(2, -1)).isfinite()
-    assert torch.equal(acts[0], acts[1]) and abs(float(acts[0].float().mean()) - 0.3) < 0.03
-
-
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (40, 0.8), (5, 1.0)])
-def test_a_wrong_cut_is_seen(top_k, top_p):
-    """One token too many in a row, or one too few."""
-    row = next(row for row in ROWS if row.name == "cut")
-    scores = torch.randn(1, 1, 4099, generator=torch.Generator().manual_seed(0)) * 4
-    rule = SamplingTensors.from_params([Sampling(0.7, top_k, top_p)])
-    given = scores, rule.temperature, rule.top_k, rule.top_p, rule.margin
-    right = OURS.cut(*given)
-    order = scores.argsort(descending=True)[0, 0]
-    count = int(right.isfinite().sum())
-    few, many = right.clone(), right.clone()
-    few[0, 0, order[count - 1]] = -INF
-    many[0, 0, order[count]] = scores[0, 0, order[count]] / 0.7
-    row.agrees(given, right, TORCH.cut(*given))
-    for wrong in (few, many):
-        with pytest.raises(AssertionError, match="other tokens stay"):
-            row.agrees(given, wrong, right)
-
-
 @pytest.mark.parametrize("backend", [OURS, TORCH], ids=["cpp", "torch"])
 def test_top_p_ends_where_its_mass_is_reached(backend):
     """Of four equal tokens, whose sums are exact, the first two have the half."""
@@ -445,16 +280,6 @@ def test_plain_rotations_norm_each_head_first(dtype):
     got, want = (torch.zeros(2, 2, 4, 16, 80, dtype=dtype) for _ in range(2))
     q = rotary_cache_plainly(qkv, rope, *got, slots, norms)
     assert torch.equal(q, TORCH.rotary_cache(normed, rope, *want, slots)) and torch.equal(got, want)
-
-
-def test_definitions_keep_their_gradients():
-    weight = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
-    TORCH.rms_norm(torch.randn(2, 16).bfloat16(), weight, 1e-5).sum().backward()
-    assert weight.grad is not None
-    qkv = torch.randn(2, 9, 16, 80, requires_grad=True)
-    rope = TORCH.rope_angles(torch.rand(40), torch.arange(18).view(2, 9))
-    sum(y.sum() for y in TORCH.rotary(qkv, rope, 8, 4)).backward()
-    assert qkv.grad[:, :, :12].abs().min() > 0 and not qkv.grad[:, :, 12:].any()
 
 
 CHOSEN = torch.stack([torch.randperm(30)[:7].sort().values for _ in range(2)])
