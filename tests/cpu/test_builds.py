@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,11 @@ import pytest
 import torch
 
 from backends.cpp import build, fetching
-from backends.cpp.tiles import INT4, INT8_OUTPUT, table
 from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from files.weights import load_model
-from helpers import decode, engine_for, slow
+from helpers import decode, engine_for
 from quantize import Quantization
 from run.options import DEMO
 
@@ -90,50 +88,6 @@ def test_other_processors_decode_the_same_tokens_with_trees(march):
     assert len(found) == 6
     for name, (vanilla, *drafted) in found.items():
         assert len(vanilla) == len(PROMPT) + 8 and drafted == [vanilla, vanilla], name
-
-
-# ------------------------------------------------------------------------------------------ headers
-
-# a processor for every kind of vectors, and the header with them
-PROCESSORS = {
-    "icelake-server": "simd_avx512.h", "alderlake": "simd_avx2.h", "x86-64-v3": "simd_avx2.h", "x86-64": "simd_plain.h",
-}  # fmt: skip
-HEADERS = {file.name: file.read_text() for file in sorted(build.HERE.glob("*.h"))}
-
-
-def takes_tensors(name: str) -> bool:
-    """Return whether a header includes PyTorch's tensors, which take 3 s to read."""
-    if "#include <ATen/" in HEADERS[name] or "#include <torch/" in HEADERS[name]:
-        return True
-    return any(f'#include "{other}"' in HEADERS[name] and takes_tensors(other) for other in HEADERS)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a compiler for x86-64")
-@pytest.mark.parametrize("march, tensors", [
-    ("x86-64-v3", False), *slow([(march, False) for march in PROCESSORS if march != "x86-64-v3"]), *slow([("native", True)]),
-])  # fmt: skip
-def test_headers_open_alone(march, tensors):
-    """Each compiles by itself."""
-    command, _ = build.commands(march)
-    others = set(PROCESSORS.values()) - {PROCESSORS.get(march)}
-    names = [name for name in HEADERS if takes_tensors(name) == tensors and name not in others]
-
-    def errors(name: str) -> str:
-        alone = [*command, "-fsyntax-only", "-x", "c++", str(build.HERE / name)]
-        done = subprocess.run(alone, capture_output=True, text=True)
-        return done.stderr if done.returncode else ""
-
-    with ThreadPoolExecutor(2) as pool:
-        assert [found for found in pool.map(errors, names) if found] == []
-    assert len(names) > 4
-
-
-def test_the_page_names_files_that_exist():
-    page = (build.HERE / "README.md").read_text()
-    named = set(re.findall(r"[\w/]+\.(?:cpp|h|py)\b", page))
-    sources = {file.name for file in build.HERE.iterdir() if file.suffix in (".cpp", ".h", ".py")}
-    unknown = {name for name in named - sources if not (ROOT / name).exists()}
-    assert not unknown and named >= sources - {"__init__.py"}
 
 
 # ----------------------------------------------------------------------------------------- building
@@ -328,24 +282,3 @@ def test_the_fetches_of_few_rows_are_measured_once(tmp_path, monkeypatch, conten
     assert kept.read_text() == (content if whole else "1.200\n")
     build.choose_fetching(tmp_path / "missing" / "library.fetching")
     assert chosen[2:] == [True] and list(tmp_path.iterdir()) == [kept]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize(("layout", "group"), [(INT4, 32), (INT4, 128), (INT8_OUTPUT, 0)])
-def test_fetches_change_no_bit(layout, group, rows):
-    """Of all panels, the last one of a weight among them, which has nothing behind it to fetch."""
-    operators = torch.ops.gpt_eagle
-    n, k = 72, 1152
-    size = operators.weight_bytes(layout, n=n, k=k, group=group)
-    chance = torch.Generator().manual_seed(rows)
-    weight = torch.randint(60, 64, (size,), dtype=torch.uint8, generator=chance)
-    x = torch.randn(rows, k, generator=chance).bfloat16()
-    found = []
-    try:
-        for fetches in (False, True):
-            operators.fetch_for_few(fetches)
-            of_n = table(weight, n, k, layout, group)
-            found.append(operators.matmul(x, weight, of_n, None, n, True))
-    finally:
-        build.choose_fetching(build.build().with_suffix(".fetching"))
-    assert torch.equal(*found) and found[0].isfinite().all() and found[0].any()
