@@ -7,20 +7,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from backends.library import has_cpu_operators, single_torch_thread
-from drafts.residual import residual_accept
-from reference import choose
-from run.engine import Engine
-from run.library import generate
-from run.load import load
-from run.options import GenerateConfig
-
-DEMO = Path(__file__).parents[2] / "checkpoints" / "demo"
 
 pytestmark = pytest.mark.skipif(not has_cpu_operators(), reason="needs the CPU operators")
 LISTS_THREADS = pytest.mark.skipif(
@@ -39,42 +30,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def workers() -> int:
     """Threads of this process."""
     return len(os.listdir("/proc/self/task"))
-
-
-def test_eager_passes_beside_compiled_ones_leave_our_loops_the_cores():
-    """Eager passes run prompts, and a head that wakes.
-
-    Without --compile, PyTorch's loops keep their threads.
-    """
-    try:
-        torch.set_num_threads(3)
-        for fused, threads in ((object(), 1), (None, 3)):
-            target = SimpleNamespace(program=fused, backend=choose(torch.device("cpu")))
-            engine = Engine(target, (), 0, config=GenerateConfig())
-            assert engine.run_step(None, "", torch.get_num_threads) == threads
-    finally:
-        torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("compiled, threads", [(True, 1), (False, 3)])
-def test_cycles_leave_our_loops_the_cores(monkeypatch, compiled, threads):
-    """The residual rule is PyTorch's operators in the middle of a cycle."""
-    seen = []
-
-    def counted(*arguments):
-        seen.append(torch.get_num_threads())
-        return residual_accept(*arguments)
-
-    monkeypatch.setattr("drafts.residual.residual_accept", counted)
-    options = {"draft": "eagle", "tree": "chain", "accept": "residual", "temperature": 1.0}
-    options |= {"checkpoint": str(DEMO), "head": f"{DEMO}-eagle", "device": "cpu"}
-    try:
-        torch.set_num_threads(3)
-        engine = load(compile=compiled, **options)
-        generate(engine, ["def f("], max_new_tokens=8)
-        assert seen and set(seen) == {threads} and torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
 
 
 @LISTS_THREADS
@@ -99,32 +54,6 @@ def test_our_loops_keep_their_threads_where_others_have_one():
         assert torch.equal(product(), want)
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="needs a system where threads can be bound"
-)
-def test_no_loop_waits_for_a_thread_that_does_not_run():
-    """More threads than processors: an OpenMP team would take a time slice for every loop."""
-    program = """
-import os, sys, time, torch
-from backends.library import has_cpu_operators
-assert has_cpu_operators()
-x, w = torch.randn(4, 256).bfloat16(), torch.randn(4096, 256).bfloat16()
-os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-def seconds(threads):
-    torch.set_num_threads(threads)
-    for _ in range(20): torch.ops.gpt_eagle.matmul(x, w, None, None, len(w), False)
-    began = time.perf_counter()
-    for _ in range(60): y = torch.ops.gpt_eagle.matmul(x, w, None, None, len(w), False)
-    return time.perf_counter() - began, y
-rounds = [(seconds(1), seconds(4)) for _ in range(3)]
-assert all(torch.equal(a[1], b[1]) for a, b in rounds)
-print(min(b[0] for a, b in rounds) / min(a[0] for a, b in rounds))
-"""
-    done = run("-c", program, OMP_NUM_THREADS="4")
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 8  # a team of four on one processor takes hundreds of times as long
 
 
 @LISTS_THREADS
