@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,73 +15,13 @@ from test_weights import UNITS, Floats, _no_tiles, random, threads, tiles
 from torch import Tensor
 
 import backends.cpp.build
-from backends.cpp.build import choose_tiles, kind_of_tiles
+from backends.cpp.build import choose_tiles
 from backends.cpp.tiles import Operands, fault_of_hardware, matmuls
 from backends.library import tiles_in_use
-from backends.linear import linear_bf16_reference, linear_tiles_reference
 
-ROOT = Path(backends.cpp.build.__file__).parents[2]
 MISSING = backends.cpp.build.load_operators()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the operators cannot be built: {MISSING}")
 NO_TILES = _no_tiles  # a fixture of all tests here, too
-
-
-# ----------------------------------------------------------------------------------- who may use them
-
-
-def child(program: str, **environment: str) -> str:
-    """Run a program that imports this file as t. Returns: its output."""
-    env = (
-        os.environ
-        | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/cpu'}:{ROOT / 'tests/cases'}"}
-        | environment
-    )
-    command = [sys.executable, "-c", f"import test_tiles as t, torch, os\n{program}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-REFERENCES = {"none": linear_bf16_reference, "emulation": linear_tiles_reference}
-
-
-def products_are(unit: str) -> bool:
-    """Return whether products in bf16 have the bits of a unit."""
-    case, x = Floats(random(77, 301)), random(9, 301, seed=1).bfloat16()
-    return torch.equal(case.product(x), REFERENCES[unit](x, case.data))
-
-
-def refuse_tiles() -> None:
-    """Let the system answer EPERM to arch_prctl, as a sandbox may."""
-    import ctypes
-    import struct
-
-    load, jump, back, arch_prctl = 0x20, 0x15, 0x06, 158
-    steps = (
-        (load, 0, 0, 0),
-        (jump, 0, 1, arch_prctl),
-        (back, 0, 0, 0x50001),
-        (back, 0, 0, 0x7FFF0000),
-    )
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    filtered = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filtered, 0, 0):
-        print("no filter")
-
-
-@pytest.mark.skipif(
-    "amx_tile" not in backends.cpp.build.processor().split(), reason="this processor has no tiles"
-)
-def test_a_refused_permission_leaves_the_other_kernels():
-    says = child(
-        "t.refuse_tiles(); print(torch.ops.gpt_eagle.use_tiles('hardware'), t.products_are('none'))"
-    )
-    if "no filter" in says:
-        pytest.skip("this system allows no filters")
-    assert says.split() == ["False", "True"]
 
 
 @UNITS
@@ -101,15 +38,6 @@ def test_a_forked_child_multiplies_as_its_parent(unit):
         assert os.waitpid(pid, 0)[1] == 0
         with threads(3):
             assert torch.equal(case.product(x), want)
-
-
-def test_the_unit_that_the_environment_names(monkeypatch):
-    monkeypatch.delenv("GPT_EAGLE_TILES", raising=False)
-    assert kind_of_tiles() == "auto"
-    program = "print(t.tiles_in_use(), t.products_are('emulation'))"
-    assert child(program, GPT_EAGLE_TILES="emulation", GPT_EAGLE_MARCH="") == "emulation True\n"
-    with pytest.raises(RuntimeError, match="tiles are none, hardware or emulation"):
-        torch.ops.gpt_eagle.use_tiles("software")
 
 
 # -------------------------------------------------------------------------------- the unit by default
