@@ -60,19 +60,6 @@ def test_packed_weights_come_back(N, K):
         assert packed.numel() * planes < N * (K + block), "less than a block of padding"
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_packed_scales_come_back(group):
-    for N, K in ((1, group), (5, 3 * group), (70, 8 * group)):
-        scale = torch.rand(N, K // group)
-        with_zeros = join_zeros(scale.half(), torch.randint_like(scale, -8, 9).to(torch.int8))
-        for kept, words in ((scale.bfloat16(), 128 // group), (with_zeros, 256 // group)):
-            packed = backends.triton.layout.pack_scales(kept, group)
-            assert packed.shape == (-(-K // 256), N, words)
-            assert backends.triton.layout.group_of(packed) == group
-            back = backends.triton.layout.unpack_scales(packed, K)
-            assert back.dtype == kept.dtype and torch.equal(back, kept)
-
-
 def test_a_scale_and_a_zero_point_in_a_word():
     """Every fp16 and bf16 there is, with every zero point."""
     every = torch.arange(2**16).to(torch.uint16)
@@ -85,31 +72,6 @@ def test_a_scale_and_a_zero_point_in_a_word():
             torch.testing.assert_close(steps, want, atol=0, rtol=0, equal_nan=True)
             assert (groups == -value).all()
         assert (split_zeros(torch.zeros_like(zero), join_zeros(scale, None))[0] == 0).all()
-
-
-def test_the_layout_is_the_documented_one():
-    codes = torch.zeros(3, 600, dtype=torch.int8)
-    codes[2, 256 + 2 * 64 + 5] = -3  # block 1, plane 2, column 5
-    word = int(backends.triton.layout.pack_int4_planes(codes)[1, 2, 5]) & 0xFFFF
-    assert word == 0x8588  # codes + 8 in nibbles: 8 for 0, 5 for -3
-    codes[2, 4 * 128 + 64 + 7] = -3  # int8: block 4, plane 1, column 7
-    word = int(backends.triton.layout.pack_int8_planes(codes)[4, 2, 7]) & 0xFFFF
-    assert word == 0xFD00  # two's complement
-
-
-def test_high_bits_lie_behind_the_planes():
-    codes = torch.zeros(3, 512, dtype=torch.uint8)
-    k = 256 + 2 * 64 + 37  # block 1, plane 2, column 37
-    codes[2, k] = 0b11_0101
-    row = backends.triton.layout.pack_block_codes(codes, 6)[1, 2]
-    assert row.shape == (64 + 32,) and row[37] == 0b0101 << 8
-    assert row[64:].view(torch.uint8).nonzero().tolist() == [[37]]
-    assert row[64:].view(torch.uint8)[37] == 0b11 << 4
-    codes[2, k] = 0b1_0101
-    row = backends.triton.layout.pack_block_codes(codes, 5)[1, 2]
-    assert row.shape == (64 + 16,) and row[37] == 0b0101 << 8
-    assert row[64:].view(torch.uint8).nonzero().tolist() == [[37 - 32]]
-    assert row[64:].view(torch.uint8)[37 - 32] == 1 << (4 + 2)
 
 
 @pytest.mark.parametrize("form", ["int4-128", "int4-32", "int4-64-zeros", "int8"])
@@ -130,14 +92,6 @@ def test_the_references_are_products_with_the_weights(form):
     got = weights.reference(x).double()
     torch.testing.assert_close(got, x.double() @ w.T, atol=1e-4, rtol=1e-5)
     assert weights.reference(x.bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("form", ["int4-64", "int4-64-zeros", "int8", "Q4_K"])
-def test_shapes_under_tracing(form):
-    weights = quantized(form, 70, 256)
-    weights = weights._replace(packed=weights.packed.to("meta"), scale=weights.scale.to("meta"))
-    y = weights.operator(torch.empty(2, 3, 256, dtype=torch.bfloat16, device="meta"))
-    assert y.shape == (2, 3, 70) and y.dtype == torch.bfloat16
 
 
 def test_weights_of_another_layer_or_format_are_refused():
