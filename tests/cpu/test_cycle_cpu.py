@@ -89,26 +89,10 @@ def check_counts(drafter: Drafter, batch: int, rule: dict, each: list[Sampling] 
 class TestFewOperators:
     """Without a tree, and with every kind of drafter and tree."""
 
-    def test_vanilla_and_lookup(self, rule, batch):
-        check_counts(RootOnly(), batch, rule)
-        check_counts(NgramDrafter(Ngram(2, 2)), batch, rule)
-
     @pytest.mark.parametrize("kind", EAGLES)
     def test_heads(self, kind, rule, batch):
         for tree in TREES if kind in ("2", "3") else ("chain 1", "dynamic 5/3/8"):
             check_counts(eagle(kind, tree), batch, rule)
-
-    def test_presets_of_auto(self, rule, batch):
-        for kind in ("2", "3"):
-            check_counts(beside(eagle(kind, "dynamic 6/4/16")), batch, rule)
-
-    def test_lookup_beside_a_head(self, rule, batch):
-        check_counts(Ngram(4, 1).graft_on(eagle("2", "dynamic 5/3/8")), batch, rule)
-
-    def test_draft_models(self, rule, batch):
-        for tree in ("chain 1", "chain 3"):
-            drafter = ModelDrafter(target(), target(), TREES[tree])
-            check_counts(drafter, batch, rule)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -127,14 +111,6 @@ def test_a_mixed_batch_has_as_few(rule):
     sampled = {"gumbel", "cut"}
     assert sampled <= operators_of(engine, 0, MIXED).keys()
     assert not sampled & operators_of(engine, 0, [Sampling()] * 4).keys()
-
-
-def test_operators_are_counted():
-    with Operators() as counted:
-        torch.ones(2).add(1).sum()
-    assert counted.calls.total() == 3
-    plain = engine_for(target(), RootOnly(), ignore_eos=True, trace="")
-    assert operators_of(plain, 0).total() > 2 * VANILLA, "the modules are many"
 
 
 # ------------------------------------------------------------------------------------------- tokens
