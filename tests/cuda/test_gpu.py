@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import pytest
 import torch
 
 import lost_device
-import reference
 import sampling
 from decode import build_cycles
 from draft_tree import EAGLE1_PATHS, DynamicTree, StaticTree
@@ -31,10 +29,9 @@ from drafts.noise import uniforms
 from eagle_draft import EagleDrafter, EagleHead, load_head
 from files.config import read_config
 from files.weights import load_model
-from helpers import GOLDEN, Mixture, decode, quantized, rounded
-from kernels import BF16, FP32, OURS, attention_inputs, captured, random, rows
-from kv_cache import KVCache
-from model import ModelConfig, RotaryEmbeddings, Transformer
+from helpers import GOLDEN, decode
+from kernels import BF16, FP32, rows
+from model import RotaryEmbeddings, Transformer
 from reference import choose, use_backend
 from run.engine import Engine
 from run.library import generate
@@ -303,99 +300,6 @@ def test_two_gpus_decode_what_one_does(tmp_path, compile):
 
 
 # -------------------------------------------------------------------------- kernels: shapes of a GPU, graphs
-
-
-@rows("count", [(1,), (60,)], (), smoke=[(60,)])
-def test_captured_attention_reads_the_length_from_the_device(count):
-    """One graph for all lengths; and ten equal results for each."""
-    q, k, v, start, mask = attention_inputs((32, 8), [2000], count, 60, BF16, 128, spare=0)
-    want = {}
-    for length in (0, 100, 777, 2000):
-        start.fill_(length)
-        want[length] = OURS.attention(q, k, v, start, mask)
-    paths = OURS.path_table  # in the graph, as a step has it
-    graph, y = captured(lambda: OURS.attention(q, k, v, start, mask, paths=paths(mask)))
-    for length in (*want, *reversed(want)) * 5:
-        y.fill_(float("nan"))
-        start.fill_(length)
-        graph.replay()
-        assert torch.equal(y, want[length])
-
-
-@pytest.mark.smoke
-def test_compiled_and_captured_compaction():
-    """One launch for all layers; the path and the length are read from the device, and no buffer is copied."""
-    config = ModelConfig(64, 32, 8, 8, 128, 64, 9)
-    cache = KVCache.empty(config, 2, 300, BF16, "cuda")
-    buffers = [*cache.k, *cache.v]
-    for buffer in buffers:
-        buffer.normal_()
-    start = torch.zeros(2, dtype=torch.long, device="cuda")
-    path = torch.arange(7, device="cuda").repeat(2, 1)
-    compact = partial(cache.compact, backend=OURS)
-    step = torch.compile(compact, fullgraph=True, dynamic=False)
-    for _ in range(2):
-        step(start, path)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(start, path)
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    launched = [event.key for event in profile.key_averages() if event.device_type == cuda]
-    assert launched == ["compact_kernel"], launched
-    graph, _ = captured(lambda: step(start, path))
-    for starts in ([0, 236], [7, 100], [100, 7]):
-        start.copy_(torch.tensor(starts))
-        for row, accepted in enumerate((6, 3)):  # rows past the accepted ones stay
-            path[row] = torch.arange(7)
-            nodes = 1 + torch.randperm(59, device="cuda")[:accepted].sort().values
-            path[row, 1 : accepted + 1] = nodes
-        want = [buffer.clone() for buffer in buffers]
-        reference.compact(want, torch.empty(0), start, path)
-        graph.replay()
-        assert all(map(torch.equal, buffers, want))
-
-
-@rows("form", [("float",), ("int4-128",), ("int8",), ("Q4_K",)], (), smoke=[("int4-128",)])
-def test_a_compiled_product(form):
-    weights = quantized(form, 4096, 1024, "cuda")
-    x = random(5, 1024, dtype=BF16)
-    step = torch.compile(lambda x: weights.operator(x * 2) + 1, fullgraph=True)
-    torch.testing.assert_close(step(x), weights.operator(x * 2) + 1)
-
-
-def expert_layer(format, dtype=torch.bfloat16):
-    """A layer of eight random experts, on the GPU."""
-    torch.manual_seed(0)
-    config = ModelConfig(
-        dim=512, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=64, ffn_dim=896, vocab_size=9, n_experts=8,
-        experts_per_token=2,
-    )  # fmt: skip
-    layer = Mixture(config).to("cuda", dtype).requires_grad_(False)
-    for p in layer.parameters():
-        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
-    if format != "none":
-        for name in ("w13", "w2"):
-            setattr(layer, name, rounded(format, getattr(layer, name).weight))
-    use_backend(layer, OURS)
-    return layer
-
-
-@rows("format, count", product(("none", "int8", "int4"), (1, 2, 60, 256)), (), smoke=[("int4", 60)])
-def test_captured_experts_follow_the_routing(format, count):
-    """One graph for every routing; and equal results each time."""
-    layer = expert_layer(format)
-    inputs = [torch.randn(1, count, 512, device="cuda").bfloat16() for _ in range(5)]
-    inputs.append(inputs[0][:, :1].expand(1, count, 512))  # all rows with the same two experts
-    want = [layer(x) for x in inputs]
-    x = inputs[0].clone()
-    graph, y = captured(lambda: layer(x))
-    for _ in range(10):
-        for source, expected in zip(inputs, want):
-            y.fill_(float("nan"))
-            x.copy_(source)
-            graph.replay()
-            assert torch.equal(y, expected)
 
 
 def test_noise_is_the_same_on_both_devices():
