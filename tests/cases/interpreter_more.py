@@ -14,14 +14,10 @@ import backends.triton.norm
 import backends.triton.qmatmul
 import reference
 from backends.epilogues import add_norm_plainly, unnormalized_reference
-from backends.triton.qmatmul import ProductPlan
 from drafts.block_draft import slide
-from helpers import Mixture, planes_of_cuda, quantized, quantized_experts, rounded, slow
-from interpreted import CUDA, DEVICE
+from helpers import quantized, quantized_experts, slow
+from interpreted import CUDA
 from kernels import OPERATORS, ROUTINGS, _counters_are_zeros, check_level  # noqa: F401
-from model import ModelConfig
-from reference import Backend, use_backend
-from scripts.bench import plans
 from windows import random_step
 
 # ------------------------------------------------------------------------------------ single kernels
@@ -61,18 +57,6 @@ def test_levels_of_what_is_cut_away():
     logits = torch.full((2, 2, 2500), float("-inf"))
     logits[:, 0, [7, 2100, 2499]], logits[:, 1, 3] = torch.tensor([-3.0, 2.0, -3.0]), 1e30
     check_level(logits, 5, 6)
-
-
-def test_levels_of_given_places_and_by_strides():
-    ids = torch.randperm(900)[:310]
-    check_level(torch.randn(3, 2, 310).transpose(0, 1), 4, 5, ids)
-    check_level(torch.randn(2, 3, 310), 4, 5, ids, torch.tensor([[0, 3, 4, 5, 11]]))
-
-
-@pytest.mark.slow
-def test_levels_in_tiles(monkeypatch):
-    monkeypatch.setattr("backends.triton.topk.TILE", 32)
-    check_level(torch.randn(2, 5, 2100), 3, 9)
 
 
 def test_rows_that_stay_are_not_touched():
@@ -149,73 +133,3 @@ def test_idle_experts_are_not_read(form):
     if weights.scale is not None:  # -1: two bf16 that are none
         weights.scale[idle] = -1 if weights.scale.dtype == torch.int32 else float("nan")
     assert torch.equal(weights.operator(x, lists), want)
-
-
-def test_transposed_weights_of_experts():
-    """As for a gradient."""
-    expert, x = torch.tensor(ROUTINGS["two tokens"]), torch.randn(4, 70)
-    weights = quantized_experts("float", 8, 70, 96)
-    weights = weights._replace(weight=weights.weight.transpose(1, 2))
-    got = weights.operator(x, CUDA.route(expert, 8))
-    torch.testing.assert_close(got, weights.reference(x, expert), atol=5e-4, rtol=2e-5)
-
-
-@pytest.mark.parametrize("format", ["none", "int8", "int4"])
-def test_a_layer(monkeypatch, format):
-    """A mixture as on CUDA: packed for it, the lists made once, and every row's sum as with plain weights."""
-    config = ModelConfig(64, 1, 4, 2, 16, 96, 9, n_experts=4, experts_per_token=2)
-    plain = Mixture(config).requires_grad_(False)
-    for p in plain.parameters():
-        torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5)
-    ours, made = Mixture(config).requires_grad_(False), []
-    ours.load_state_dict(plain.state_dict())
-    if format != "none":
-        planes_of_cuda(monkeypatch)
-        group = 32 if format == "int4" else 0  # int8 has a scale per output on CUDA
-        for name in ("w13", "w2"):
-            layer = rounded(format, getattr(plain, name).weight, group=group)
-            setattr(ours, name, layer)
-            getattr(plain, name).weight[:] = layer.dequantize()
-    x = torch.randn(2, 7, 64)
-    want = plain(x)
-
-    def route(expert, experts):
-        made.append(CUDA.route(expert, experts))
-        return made[-1]
-
-    use_backend(ours, Backend(vars(CUDA) | {"route": route}))
-    torch.testing.assert_close(ours(x), want, atol=1e-5, rtol=1e-5)
-    assert len(made) == 1
-
-
-# -------------------------------------------------------------------------------------------- sweep
-
-
-@pytest.mark.parametrize("layer,N", [("wqkv", 384), ("wo", 64), ("w13", 64), ("head", 64)])
-def test_the_sweep_runs_each_product_as_a_layer_does(monkeypatch, capsys, layer, N):
-    """All calls that would be timed, of every epilogue; and a plan that fails, which is noted."""
-    ran = []
-
-    class Once(plans.Rotated):
-        def seconds(self, unit=""):
-            ran.extend(call() for call in self.calls)
-            return 2e-6
-
-    for name, value in {
-        "Rotated": Once,
-        "TIMES": 1,
-        "copies_of": lambda *_: 2,
-        "COUNTERS": 64,
-    }.items():
-        monkeypatch.setattr(plans, name, value)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    timer = plans.Timer(plans.LayerShape("bf16", layer, N, 64), DEVICE, "cpu")
-    plan = ProductPlan(16, 64, 1, 3, 4)
-    assert timer(plan, 1) == 2.0 and len(ran) == 2
-    assert not timer.done.any()
-    assert timer(plan._replace(stages=2), 1) == 2.0, "the same bits"
-    timer.results[1, 1][0].neg_()  # the interpreter has large numbers here
-    assert timer(plan._replace(stages=4), 1) == float("inf")
-    assert "its bits differ" in capsys.readouterr().out
-    monkeypatch.setattr(plans, "Rotated", lambda *_: 1 / 0)
-    assert timer(plan, 2) == float("inf") and "ZeroDivision" in capsys.readouterr().out
