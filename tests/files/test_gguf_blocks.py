@@ -22,24 +22,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_gguf_tokenizers import BPE_METADATA
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import backends.block_planes
 import backends.blocks
 import backends.library
 from backends.weight import Embedding
 from files.gguf import GgufFile
-from files.weights import export_weights, keeps_blocks, load_model
+from files.weights import export_weights, load_model
 from gguf_models import IN_BLOCKS as CASES
 from gguf_models import block_tensors, by_expert, gguf_tensors, hf_model, metadata_of
 from heads import assert_vanillas_tokens
-from helpers import BLOCK_KINDS, OPERATORS, PROMPTS, Operators, gguf_blocks, set_halves
-from kv_cache import KVCache, causal_window
+from helpers import BLOCK_KINDS, OPERATORS, PROMPTS, gguf_blocks, set_halves
 from model import weight_names
 from quantize import BLOCKS, Linear, Quantization
-from reference import choose, use_backend
 from run.load import load
-from run.options import GenerateConfig
 from tiny_models import Kind, refused, write
 
 pytestmark = OPERATORS
@@ -149,24 +145,6 @@ def test_types_that_cuda_keeps_by_default(block_file, as_on_cuda, capsys, case, 
     assert said == (case != "Q4_0")
 
 
-def test_with_plain_products_blocks_are_numbers(block_file):
-    """Widened from the start; packed ones, of a model that exists, in every call."""
-    path = block_file("mixture")
-    kept = load_model(path, quant=IN_BLOCKS)
-    want = logits(load_model(path, torch.bfloat16))
-    try:
-        backends.library.set_plain()
-        assert not keeps_blocks(GenerateConfig(checkpoint=str(path), device="cpu"), path)
-        use_backend(kept, choose(torch.device("cpu")))
-        got = logits(kept)
-    finally:
-        backends.library.set_plain(False)
-        use_backend(kept, choose(torch.device("cpu")))
-    assert (got - want).norm() < 0.02 * want.norm()
-    assert not torch.equal(got, logits(kept)), "activations are not rounded to 8 bits"
-    assert keeps_blocks(GenerateConfig(checkpoint=str(path), device="cpu"), path)
-
-
 # ---------------------------------------------------------------------------------------- options
 
 NOTE = "weights run as they are in the file ({}); --dtype bfloat16 converts them"
@@ -203,21 +181,6 @@ def test_the_bits_of_the_file_stay_where_nothing_else_is_asked(block_file, capsy
     assert not drafts or in_blocks(engine.drafter.model) == (drafts == "blocks")
     said = capsys.readouterr().err
     assert note in said and ("run as they are in" in said) == (form == "blocks")
-
-
-@pytest.mark.parametrize(
-    "world, dtype, kept", [(1, "", True), (2, "", False), (1, "bfloat16", False)]
-)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_where_blocks_stay(block_file, monkeypatch, world, device, dtype, kept):
-    """On one device without --dtype; several ranks widen."""
-    for name, value in (("WORLD_SIZE", world), ("RANK", 0), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    path = block_file("Q4_K")
-    config = GenerateConfig(checkpoint=str(path), device=device, dtype=dtype)
-    assert keeps_blocks(config, path) == kept
-    assert not keeps_blocks(config, path.parent)
 
 
 def widen(path, folder) -> None:
@@ -336,37 +299,3 @@ def test_experts_of_several_types(capsys, tmp_path):
     said = r"m.gguf: the experts of model.layers.1\S+ .*of several types; use --dtype"
     assert re.search(said, err), err
     assert load_model(path, torch.bfloat16)
-
-
-@pytest.mark.parametrize("case", ["Q5_K", "Q4_K_M", "tied"])
-def test_a_pass_of_a_model_on_cuda(block_file, as_on_cuda, case):
-    """Fake tensors show which kernels run, and that no step waits for data.
-
-    In the first layer of Q4_K_M the values are in another type than queries and keys: these are two
-    launches, and the norm in front of them is whole.
-    """
-    model = load_model(block_file(case), torch.bfloat16, quant=IN_BLOCKS)
-    with FakeTensorMode(), torch.no_grad():
-        model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
-        backend = choose(torch.device("cuda"))
-        use_backend(model, backend)
-        model.fuse(True)
-        cache = KVCache.empty(model.config, 1, 64, torch.bfloat16, "cpu")
-        tokens = torch.zeros(1, 7, dtype=torch.long)
-        window = causal_window(tokens[:, 0], 7, backend=backend)
-        with Operators() as ran:
-            scores = model.logits(model(tokens, tokens, cache, window))
-    assert scores.shape == (1, 7, model.config.vocab_size) and scores.dtype == torch.float32
-    layers = model.config.n_layers
-    split = 1 if case == "Q4_K_M" else 0
-    wanted = {
-        "read_planes": 1,
-        "rotary_product": layers - split,
-        "rotary_cache": split,
-        "gated_product": layers,
-        "add_product": 2 * layers,
-        "blocks_a16": 1 + 2 * split,
-        "add_unscaled": 1 - split,
-    }
-    assert {name: ran.calls[name] for name in wanted} == wanted
-    assert not {"aten::_local_scalar_dense", "aten::nonzero"} & set(ran.calls)
