@@ -8,21 +8,16 @@ from __future__ import annotations
 import errno
 import functools
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from backends.library import has_cpu_operators
-from backends.weight import Embedding
 from eagle_draft import load_head
 from files.config import read_config
-from files.gguf_heads import GgufHead
 from files.heads import HeadFiles, head_files, make_head, read_head
 from files.weights import load_model
 from heads import Head, write
@@ -31,12 +26,9 @@ from kv_cache import KVCache, causal_window
 from quantize import BLOCKS, Quantization
 from run.library import generate
 from run.load import load
-from run.options import DEMO, GenerateConfig
-from run.resolved import resolve_draft
-from scripts import export_head, train_head
-from scripts.bench.cases import SpeedOptions
+from run.options import DEMO
+from scripts import export_head
 from scripts.bench.llama_peer import write_gguf
-from scripts.bench.methods import Setting, methods_of, methods_of_file, of_kind
 from tiny_models import refused
 
 TARGET = Path(DEMO)
@@ -215,68 +207,6 @@ def test_every_type_drafts_in_its_own_bits(files, tmp_path, monkeypatch, kind):
         assert off.std() < 0.05 * scores(wide, *inputs).std()
 
 
-def test_the_format_of_a_file(files, monkeypatch):
-    """In blocks on a CPU, if no other is asked for; 16 bits as those of a directory."""
-    operators = has_cpu_operators()
-    for options, want in (
-        ({"head": str(files())}, BLOCKS if operators else "none"),
-        ({"head": str(files()), "quant_draft": "int8"}, "int8"),
-        ({"head": str(files()), "quant": "int4"}, BLOCKS if operators else "int4"),
-        ({"head": str(files(kind="f16"))}, "int8" if operators else "none"),
-        ({"head": str(files()), "device": "cuda"}, "int4"),
-    ):
-        config = GenerateConfig(checkpoint=DEMO, **{"device": "cpu", **options})
-        assert resolve_draft(config, TARGET, "bfloat16").quant_draft == want, options
-
-
-def test_programs_that_take_any_head(files, tmp_path):
-    """--methods all of measure.py tells a head's file from a model's."""
-    methods = of_kind("eagle", f"head={files()}")
-    assert methods_of_file(files(), False) == (*methods,)
-    write_gguf(TARGET, tmp_path / "m.gguf", "q8_0")
-    assert all("draft_checkpoint=" in m for m in methods_of_file(tmp_path / "m.gguf", False))
-    config = SpeedOptions(checkpoint=DEMO, methods="all", heads=str(files()))
-    assert methods_of(config, Setting("none", 0.0, 1))[-len(methods) :] == methods
-
-
-def test_an_embedding_of_its_own(files, tmp_path):
-    """It is left out where it is the target's, in blocks, too."""
-    own = torch.randn(4096, 256).half()
-    target = load_model(TARGET)
-    table = target.embedding.weight
-    table.data = table.half().to(table.dtype)  # which F16 holds, too
-    for name, embedding in (("own", own), ("same", target.embedding.weight.detach())):
-        source = write(tmp_path / name, head(), **{"embed_tokens.weight": embedding.clone()})
-        export(source, tmp_path / f"{name}.gguf", "--type", "f16")
-        assert (wide_head(tmp_path / f"{name}.gguf", target).embedding is None) == (name == "same")
-    export(tmp_path / "own", tmp_path / "blocks.gguf", "--type", "q8_0")
-    engine = load(head=str(tmp_path / "blocks.gguf"), tree="chain", compile=True, **DECODING)
-    if has_cpu_operators():
-        assert isinstance(engine.drafter.embedding, Embedding)
-    assert generate(engine, PROMPTS).tokens == vanilla()
-
-
-def test_tokens_in_any_order(files, tmp_path, monkeypatch):
-    """llama.cpp takes d2t in any order; here rows of the LM head follow it, in blocks, too."""
-    shuffled = torch.randperm(DRAFTED, generator=torch.Generator().manual_seed(1))
-    path = tmp_path / "head.gguf"
-    head = export_head.read(files(kind="q8_0"), TARGET)
-    rows = head.tensors["lm_head.weight"]
-    head.tensors["lm_head.weight"] = lambda: rows()[shuffled]
-    export_head.write_gguf(replace(head, ids=head.ids[shuffled]), path, "q8_0")
-    assert not (GgufHead(path).read("d2t").add(torch.arange(DRAFTED)).diff() > 0).all()
-    target = load_model(TARGET)
-    for form in ("none", BLOCKS):
-        if form == BLOCKS and not has_cpu_operators():
-            continue
-        quant = Quantization(BLOCKS, saved=True) if form == BLOCKS else None
-        made = [load_head(p, target, quant, source=head_files(p, form)) for p in (files(), path)]
-        assert torch.equal(made[0].vocab.ids, made[1].vocab.ids)
-        x = torch.randn(3, 256).to(target.norm.weight.dtype)
-        with torch.inference_mode():
-            assert torch.equal(made[0].lm_head(x), made[1].lm_head(x)), form
-
-
 def test_int8_keeps_inputs_of_small_weights(tmp_path):
     """Training divides the weights of fc by the scales of its inputs. With a scale per output Qwen2.5-Coder's head lost
     its features: tau 1.34 for 1.54 unrounded.
@@ -325,19 +255,3 @@ def test_mistakes_and_a_full_disk(capsys, files, tmp_path, monkeypatch):
     assert out.read_text() == "mine"
     export(plain, out, "--overwrite")
     assert out.read_bytes()[:4] == b"GGUF"
-
-
-def test_train_head_writes_files(files, tmp_path, capsys):
-    """Of an EAGLE-3 head; a head of version 1 has none, and one that cannot be written a note."""
-    out = write(tmp_path / "out", head())
-    config, state = SimpleNamespace(checkpoint=DEMO), {"recipe": "HASS"}
-    job = SimpleNamespace(out=out, config=config, state=state)
-    train_head.export(job)
-    assert not list(out.glob("*.gguf"))
-    state["recipe"] = "EAGLE-3"
-    train_head.export(job)
-    written = {file.name for file in out.glob("*.gguf")}
-    assert written == {f"head-{kind}.gguf" for kind in export_head.FORMATS}
-    job.out = write(tmp_path / "biased", head(), **{"fc.bias": torch.zeros(256)})
-    train_head.export(job)
-    assert "note: no GGUF files:" in capsys.readouterr().err
