@@ -16,18 +16,16 @@ from families import FAMILIES
 from family_checks import (
     DRAFTERS,
     OPERATED,
-    OPTIONS,
     Oracle,
     assert_drafts_as_vanilla,
     loaded,
     random_parents,
 )
-from helpers import decode, engine_for, in_turn, pairwise, slow
+from helpers import decode, engine_for, pairwise, slow
 from kv_cache import KVCache, Window, causal_window
-from models.recurrent import DeltaWeights, delta_rule, parents_of
+from models.recurrent import DeltaWeights, delta_rule
 from models.states import TAPS, LayerState, StateShape
 from reference import build_tree, choose
-from run import stats
 from run.session import Session
 from tiny_models import IDS, refused
 
@@ -40,15 +38,6 @@ TARGETS = {  # family, case and form
 }
 SHORT = {"max_new_tokens": 12, "ignore_eos": True}
 PROMPT = IDS.tolist()
-
-
-def test_every_family_with_states_is_here():
-    recurrent = {
-        name
-        for name, family in FAMILIES.items()
-        if family.one_rank.startswith("a model with recur")
-    }
-    assert recurrent == {name for name, *_ in TARGETS.values()}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -100,14 +89,6 @@ def test_a_node_has_the_bits_of_its_own_path(target, seed):
     for i, token in enumerate(IDS[-3:]):
         out = run(alone, token[None, None], len(prefix) + len(path) + i, *in_order([token]))
         same(out[0, 0], behind[0, i])
-
-
-def test_parents_are_the_last_ancestors():
-    draw = random.Random(5)
-    parents = torch.tensor([random_parents(draw, 20, 5) for _ in range(3)])
-    tree = build_tree(torch.zeros_like(parents), parents, torch.ones_like(parents).bool(), 5)
-    assert torch.equal(parents_of(tree.mask)[:, 1:], parents[:, 1:])
-    assert (parents_of(tree.mask)[:, 0] == -1).all()
 
 
 RULES = (delta_rule, choose(torch.device("cpu")).delta_rule)
@@ -227,29 +208,6 @@ def test_a_further_turn_equals_a_fresh_one(target, turn, drafted):
     assert read(session, 0, prompt)[0] == want  # by the snapshot that this turn took
 
 
-def test_an_answer_that_was_cut_goes_on_from_its_prompt(target):
-    text = answer(target, PROMPT)
-    session = Session(engine_for(target, RootOnly(), **SHORT))
-    read(session, 0, PROMPT)
-    session.truncate(0, 5)
-    prompt = [*text[:-5], 8, 9]
-    assert read(session, 0, prompt) == (answer(target, prompt), 28)
-
-
-def test_a_prompt_that_was_left_half_read(target):
-    """Its state is behind the last token of a chunk, which the next prompt would have to run again."""
-    long = (PROMPT * 20)[:500]
-    session = Session(engine_for(target, RootOnly(), **SHORT))
-    for length in (300, 100):
-        session.admit(0, long, (0, 0))
-        session.step()  # a chunk
-        session.release(0)
-        prompt = [*long[:length], 7, 8]
-        assert read(session, 0, prompt) == (answer(target, prompt), 0)
-        session.admit(0, [3], (0, 0))
-        session.release(0)
-
-
 @pytest.mark.parametrize("way", [WAYS[0], *slow(WAYS[2:])], indirect=True)
 def test_sequences_wait_and_copy_states(target, way):
     """Cycles of others run over a state that waits; copies are of a sequence that has ended, and of one that goes on."""
@@ -266,31 +224,6 @@ def test_sequences_wait_and_copy_states(target, way):
         session.step()
     assert session.history[2] == answer(target, [*text, 9])
     assert read(session, 0, [*text, 4, 5]) == (answer(target, [*text, 4, 5]), 39)
-
-
-def test_sampled_turns_continue_their_noise(target):
-    options = OPTIONS | {"batch_size": 1, "temperature": 1.0, "max_new_tokens": 15}
-    wanted = in_turn(Session(engine_for(target, RootOnly(), **options), [(0, 0)]), PROMPT)
-    first = list(wanted.history[0])
-    in_turn(wanted, [*first, 5, 6])
-    drafter = Oracle([first], 16, 5)
-    session = in_turn(Session(engine_for(target, drafter, **options), [(0, 0)]), PROMPT)
-    assert session.history[0] == first
-    drafter.texts = Oracle([wanted.history[0]], 16, 5).texts
-    assert in_turn(session, [*first, 5, 6]).history[0] == wanted.history[0]
-
-
-def test_states_count_as_memory(target, monkeypatch):
-    engine = engine_for(target, RootOnly(), batch_size=3)
-    cache = Session(engine).buffers.cache
-    states = [state for pair in cache.states.recurrent() for state in pair]
-    numbers = sum(buffer.nbytes for state in states for buffer in state[:2])
-    slots = sum(buffer.nbytes for buffer in (*cache.k, *cache.v))
-    assert numbers > 0
-    plans = []
-    monkeypatch.setattr(stats, "check_memory", lambda plan, *rest: plans.append(plan))
-    stats.sequence_memory(engine)
-    assert 3 * plans[0]["the caches"] == numbers + slots
 
 
 def test_a_recurrent_draft_model_is_refused(capsys, tmp_path):
