@@ -166,15 +166,12 @@ PLAIN_FAMILIES = {
         bad("longrope", rope_parameters={"rope_type": "longrope", "factor": 2.0}),
         bad("dynamic", rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2.0}),
         bad("factor", rope_parameters={"rope_type": "yarn"}),
-        bad("factor", rope_parameters={"rope_type": "linear"}),
         bad("beta_slow must be 1e-6 to beta_fast (0.5)", rope_parameters=YARN | {"beta_fast": 0.5}),
         bad("rope_theta must be above 1", rope_parameters=YARN | {"rope_theta": 1.0}),
         bad("gelu", hidden_act="gelu"),
         bad("float8_e4m3fn", dtype="float8_e4m3fn"),
         bad("hidden_size must be a multiple of num_attention_heads", hidden_size=66, head_dim=None),
         bad("gate_proj", intermediate_size=88),
-        bad("model.layers.3.", num_hidden_layers=4),
-        *(bad(key, **{key: None}) for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size")),
     )),
     "Mistral": plain("Mistral", {"as it is": {"sliding_window": 512, "head_dim": 32}}),
     "Qwen2": plain("Qwen2", {"as it is": {}}),
@@ -192,11 +189,7 @@ PLAIN_FAMILIES = {
         runs=(("as it is", "bfloat16", 0.0), ("as it is", "int8", 1.0), ("one of many", "bfloat16", 1.0)),
         bad_keys=(
             bad("num_local_experts 8, and the weights hold 4; set it to 4 in config.json", num_local_experts=8),
-            bad("num_local_experts must be a whole number from 1 to 4096; it is '4'; correct it", num_local_experts="4"),
-            bad("num_experts_per_tok must be a whole number from 1 to 4096; it is 2.0", num_experts_per_tok=2.0),
             bad("1 to num_local_experts (4); it is 9", num_experts_per_tok=9),
-            bad("[160, 64]", intermediate_size=80),
-            bad("model.layers.0.mlp.down_proj.weight", architectures=["LlamaForCausalLM"]),
         ),
     ),
     "Qwen3-MoE": plain(
@@ -211,15 +204,7 @@ PLAIN_FAMILIES = {
         runs=(("first dense", "bfloat16", 1.0), ("first dense", "int4", 0.0)),
         bad_case="first dense",
         bad_keys=(
-            bad("num_experts 16, and the weights hold 8; set it to 8 in config.json", num_experts=16),
-            bad("num_experts_per_tok must be 1 to num_local_experts (8); it is 9; correct it", num_experts_per_tok=9),
-            bad("experts.0.gate_proj.weight", moe_intermediate_size=48),
-            bad("decoder_sparse_step must be a whole number from 1 to 1048576; it is 0", decoder_sparse_step=0),
-            bad("missing weight(s): model.layers.2.mlp.down_proj.weight", decoder_sparse_step=2),
             bad("mlp_only_layers must be below num_hidden_layers (3); one is 3; correct it", mlp_only_layers=[3]),
-            bad("mlp_only_layers must be a list of layers, whole numbers from 0 on; it is [-1]", mlp_only_layers=[-1]),
-            bad("missing weight(s): model.layers.0.mlp.experts.0", mlp_only_layers=[2]),
-            bad("norm_topk_prob must be true or false; it is 1", norm_topk_prob=1),
         ),
     ),
 }  # fmt: skip
@@ -249,8 +234,6 @@ GLM4 = Family(
     bad_keys=(
         bad("hidden_act must be silu", hidden_act="gelu"),
         bad("leave an even number", rope_parameters={"partial_rotary_factor": 0.1}),
-        bad("attention_bias must be true or false", attention_bias="yes"),
-        bad("its config asks for", num_key_value_heads=4),
     ),
 )  # fmt: skip
 
@@ -273,7 +256,6 @@ SMOLLM3 = plain("SmolLM3", {
     runs=(("as it is", "float32", 1.0), ("as it is", "bfloat16", 1.0), ("as it is", "int8", 0.0)),
     bad_keys=(
         bad("no_rope_layers must name all 4 layers; it names 2", no_rope_layers=[1, 0]),
-        bad("no_rope_layers must be a list of 0 and 1", no_rope_layers=[1, 0, 2, 1]),
     ),
 )  # fmt: skip
 
@@ -342,7 +324,6 @@ GLM4_MOE = Family(
     runs=(("with norms of queries and keys, biases", "bfloat16", 1.0),),
     in_fp32={"1.router.e_score_correction_bias": "1.mlp.gate.e_score_correction_bias"},
     bad_keys=(
-        bad("num_experts_per_tok must be 1 to n_routed_experts (6); it is 7", num_experts_per_tok=7),
         bad("n_group must be 1: groups of experts are not supported; it is 2", n_group=2),
         bad("num_nextn_predict_layers must be a whole number from 0 to 1", num_nextn_predict_layers=2),
     ),
@@ -369,7 +350,6 @@ QWEN2_MOE = Family(
     no_file=("shares add up to 1, no biases", "tied, a layer without experts"),
     runs=(("as it is", "bfloat16", 1.0), ("as it is", "int4", 1.0)),
     bad_keys=(
-        bad("num_experts_per_tok must be 1 to num_experts (6); it is 7", num_experts_per_tok=7),
         bad("its config asks for", shared_expert_intermediate_size=32),
     ),
 )  # fmt: skip
@@ -522,9 +502,7 @@ QWEN35 = Family(
         bad("linear_conv_kernel_dim must be a whole number from 4 to 4", linear_conv_kernel_dim=3),
         bad("linear_num_key_heads (3) must divide linear_num_value_heads (4)", linear_num_key_heads=3),
         bad("attn_output_gate must be true", attn_output_gate=False),
-        bad("partial_rotary_factor must be a number above 0", rope_parameters={"partial_rotary_factor": 2}),
         bad("leave an even number", rope_parameters={"partial_rotary_factor": 0.1}),
-        bad("its config asks for [456, 64] in all", linear_value_head_dim=48),
     ),
     bad_files=(
         ({"nextn_predict_layers": 4}, (), "nextn_predict_layers must be from 0 to below block_count"),
@@ -666,11 +644,9 @@ LFM2 = Family(
     one_rank="a model with recurrent layers runs on one rank",
     bad_keys=(
         bad("layer_types must name full_attention at least once", layer_types=["conv"] * 4),
-        bad("layer_types must be a list of conv and full_attention", layer_types=["linear_attention"] * 4),
         bad("full_attn_idxs must be the full_attention layers of layer_types, [2]; it is [1]", full_attn_idxs=[1]),
         bad("conv_L_cache must be a whole number from 2 to 4", conv_L_cache=5),
         bad("conv_bias must be false", conv_bias=True),
-        bad("its config asks for", block_multiple_of=128),
     ),
     bad_files=(
         ({"attention.head_count_kv": [0, 1, 2, 0]}, (), "head_count_kv must be 0 for convolutions"),
@@ -750,11 +726,7 @@ GPT_OSS = Family(
     ),
     near=2e-2,
     bad_keys=(
-        bad("swiglu_limit must be a number above 0", swiglu_limit=0),
-        bad("swiglu_alpha must be a number above 0", swiglu_alpha="1.7"),
         bad("hidden_act must be silu or swish", hidden_act="gelu"),
-        bad("num_experts_per_tok must be 1 to num_local_experts (5)", num_experts_per_tok=6),
-        bad("the config says num_local_experts 4, and the weights hold 5", num_local_experts=4),
         bad("RoPE scaling must be one of", rope_parameters=OSS_YARN | {"rope_type": "dynamic"}),
     ),
     bad_files=missing(
@@ -875,15 +847,9 @@ GEMMA3 = Family(
         bad("final_logit_softcapping must be null", final_logit_softcapping=30.0),
         bad("use_bidirectional_attention must be false", use_bidirectional_attention=True),
         bad("sliding_window must be at most max_position_embeddings (512); it is 513", sliding_window=513),
-        bad("sliding_window must be a whole number from 1", sliding_window=0),
         bad("layer_types must name all 7 layers; it names 1", layer_types=["sliding_attention"]),
-        bad("layer_types must be a list of", layer_types=["chunked_attention"] * 7),
-        bad("sliding_window_pattern", layer_types=..., sliding_window_pattern=0),
-        bad("query_pre_attn_scalar must be a number above 0", query_pre_attn_scalar=0),
         bad("RoPE scaling must be one of", rope_parameters=ropes(rope_type="dynamic")),
         bad("rope_parameters must hold", rope_parameters={"rope_type": "default"}),
-        bad("rope_parameters must hold", rope_parameters={"full_attention": 5}),
-        bad("rope_parameters must be an object", rope_parameters=5),
     ),
     bad_files=(
         *missing(
@@ -1012,7 +978,6 @@ GEMMA4 = Family(
         bad("use_bidirectional_attention must be vision", use_bidirectional_attention="all"),
         bad("enable_moe_block needs the key 'num_experts'", enable_moe_block=True),
         bad("at most 1", rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}),
-        bad("has shape", hidden_size_per_layer_input=8),
         bad("architecture Gemma4AssistantForCausalLM is not supported", architectures=["Gemma4AssistantForCausalLM"]),
     ),
     bad_files=(
