@@ -40,9 +40,9 @@ def test_path_table():
 ])  # fmt: skip
 def test_windows_of_blocks(causal, from_root):
     """Positions of a block that see each other; no slot before their windows is read."""
-    step = random_step("chain", [300, 5], (6, 2), 16)
+    step = random_step("chain", [130, 5], (6, 2), 16)
     config = SimpleNamespace(sliding_causal=causal, window_from_root=from_root)
-    for size in (280, 4):  # the slots before a window stay unread
+    for size in (110, 4):  # the slots before a window stay unread
         window = slide(step.window, size, config)
         operands = window.start, window.mask, window.first
         want = reference.attention(step.q, step.k.nan_to_num(), step.v.nan_to_num(), *operands)

@@ -87,8 +87,8 @@ def check_close(got: Tensor, want: Tensor, dtype: torch.dtype, case: Any, errors
 
 # a function of a row -> how many of its cases
 CASES = {
-    "gumbel": 10, "best": 4, "topk": 8, "select_nodes": 12, "compact": 15, "rms_norm": 2, "attention": 6,
-    "ngram_match": 10,
+    "gumbel": 5, "best": 4, "topk": 4, "select_nodes": 12, "compact": 15, "rms_norm": 2, "attention": 2,
+    "ngram_match": 5,
 }  # fmt: skip
 OF_TABLE = [row for row in ROWS if row.name in CASES]
 
@@ -280,8 +280,8 @@ def test_any_number_of_experts(poisoned, form, dtype, experts, each, counts):
     "form, dtype, N, K, experts, pairs, counts",
     gpu=[(form, dtype, *shape, 8, 300, (1, 2, 5, 16, 32, 33, 120, 128, 129)) for form, dtype, shape in
          product(FORMATS, DTYPES, ((4096, 1792), (3584, 4096)))],
-    here=[(form, FP32, 33, 384, 4, 72, (1, 7, 40)) for form in ("float", "int8")],
-    slowly=[(form, FP32, 33, 384, 4, 72, (1, 7, 40)) for form in ("int4-32", "int4-64", "int4-128")],
+    here=[("int8", FP32, 33, 384, 4, 72, (1, 7, 40))],
+    slowly=[(form, FP32, 33, 384, 4, 72, (1, 7, 40)) for form in ("float", "int4-32", "int4-64", "int4-128")],
 )  # fmt: skip
 def test_a_row_has_the_same_bits_beside_any_others_of_its_expert(
     in_order, form, dtype, N, K, experts, pairs, counts
@@ -384,7 +384,7 @@ PARTS = (2, 6, 16, 17, 33, 59)
          product((1, 3, 60), DTYPES, HEADS, (0, 50, 250, 1000, 3000, 4080))],
     smoke=[(back, BF16, heads, 128, start, NODES, PARTS) for back, heads, start in
            ((1, (32, 32), 250), (3, (32, 32), 250), (60, (32, 8), 4080))],
-    here=[(back, FP32, (7, 1), 16, 250, (5, 11), (7,)) for back in (1, 3)],
+    here=[(3, FP32, (7, 1), 16, 250, (5, 11), (7,))],
     slowly=[*((1, FP32, heads, 16, start, (0, 5, 11), (7,)) for heads, start in
               (((4, 4), 0), ((6, 2), 30), ((6, 2), 500), ((6, 2), 4090), ((6, 2), 4150))),
             *((3, FP32, heads, 16, start, (2, 9, 11), (7,)) for heads, start in (((4, 4), 3), ((6, 2), 127))),
