@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import cache
@@ -574,16 +573,6 @@ def record(monkeypatch, owner: Any, name: str) -> list[Call]:
 
     monkeypatch.setattr(owner, name, wrapper)
     return calls
-
-
-def not_refused(function: Callable, cases: dict[str, tuple]) -> list[str]:
-    """Names of the wrong operands for which a C++ operator does not raise a RuntimeError."""
-    passed = []
-    for name, operands in cases.items():
-        with suppress(RuntimeError):
-            function(*operands)
-            passed.append(name)
-    return passed
 
 
 def shaped_cut(

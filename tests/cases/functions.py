@@ -398,17 +398,6 @@ def advance_cases() -> Iterator[tuple]:
         yield advance_operands(2, size, dtype)
 
 
-def without_last_column(function: Callable) -> Callable:
-    """Return `advance` without the last column of its tokens, which takes what is cut."""
-
-    def advance(tokens: Tensor, *operands: Any) -> tuple:
-        found = function(tokens, *operands)
-        tokens[:, -1] = 0
-        return found
-
-    return advance
-
-
 # --------------------------------------------------------------------------------------------- cycle
 
 
