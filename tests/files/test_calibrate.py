@@ -30,7 +30,7 @@ from files.weights import load_model
 from helpers import GOLDEN
 from quantize import Int4, Linear, Quantization
 from run.load import load
-from run.options import DEMO, ROOT
+from run.options import DEMO
 
 TARGET = GOLDEN / "models/target_llama_mha"  # fp32, no tokenizer
 INT4 = Quantization("int4", 32)
@@ -65,31 +65,6 @@ def test_feedback_makes_outputs_closer(group, k):
     assert squares(quantize.decode(codes, scale) - weight, x) < 0.3 * squares(plain, x)
 
 
-def test_inputs_that_are_always_zero_and_parts_of_rows(monkeypatch):
-    """The first get codes like any others, and spoil none; the second are rounded alike."""
-    weight, x = torch.randn(70, 128), correlated(128)
-    x[:, 40:100] = 0
-    moments = moments_between(x)
-    codes, scale = encode_calibrated(weight, 32, moments)
-    error = quantize.decode(codes, scale) - weight
-    assert error[:, 40:100].abs().max() < 0.6 * weight.abs().max()
-    monkeypatch.setitem(quantize.AT_ONCE, "cpu", 128 * 16)
-    parts, _ = encode_calibrated(weight, 32, moments)
-    assert (codes != parts).float().mean() < 0.01  # sums in another order, near a tie
-
-
-def test_independent_inputs_need_no_feedback():
-    """With diagonal moments, codes are the nearest to the weight by the scale that was found."""
-    weight = torch.randn(40, 128)
-    moment = torch.linspace(0.1, 3, 128).diag()
-    codes, scale = encode_calibrated(weight, 32, [moment])
-    steps = scale.float().repeat_interleave(32, 1)
-    assert torch.equal(codes, (weight / steps).round().clamp(-8, 7).to(torch.int8))
-    error = quantize.decode(codes, scale) - weight
-    plain = quantize.decode(*Int4.encode(weight, 32)) - weight
-    assert squares(error, moment.sqrt()) < squares(plain, moment.sqrt())
-
-
 def test_moments_are_those_of_the_model():
     """Those that a pass over the complete model sees, of each token divided by its size."""
     model = load_model(TARGET)
@@ -120,25 +95,6 @@ def calibrated(path: Path, out: Path) -> Path:
     """Write a model in int4, by the moments of its inputs."""
     quantize_directory(path, out, INT4, moments=moments_of(path))
     return out
-
-
-@pytest.mark.slow  # all layers of the demo, 10 s; test_feedback_makes_outputs_closer has one layer
-def test_logits_are_closer_to_those_of_fp32(tmp_path):
-    """Mean KL divergence on held-out text, in nats; 8-bit activations included."""
-    quantize_directory(Path(DEMO), tmp_path / "plain", INT4)
-    calibrated(Path(DEMO), tmp_path / "calibrated")
-    texts = (ROOT / "data/eval/demo.jsonl").read_text().splitlines()
-    exact = load(checkpoint=DEMO, draft="none", device="cpu", dtype="float32")
-    rows = [exact.tokenizer.encode(json.loads(text)["turns"][0])[:64] for text in texts]
-    ids = torch.tensor([row for row in rows if len(row) == 64][:24])
-    positions = torch.arange(64).expand_as(ids)
-    log_p = exact.target.logits(exact.target(ids, positions)).log_softmax(-1)
-    found = []
-    for name in ("plain", "calibrated"):
-        model = load_model(tmp_path / name, torch.float32)
-        log_q = model.logits(model(ids, positions)).log_softmax(-1)
-        found.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
-    assert found[1] < 0.75 * found[0] and found[1] < 0.04, found
 
 
 def test_on_load_the_cache_holds_the_weights(short_demo, tmp_path, monkeypatch, capsys):

@@ -238,18 +238,6 @@ BRIEF = "Be brief."
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
 
 
-@pytest.mark.parametrize("text, system", [
-    (NO_SYSTEM, None), ("{{ messages[-1].content }}", ""), ("{{ messages[0].content | upper }}", BRIEF),
-    ("{{ messages[0].content.split() | join('_') }}", BRIEF),
-    ("{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}Be brief.{% endif %}", BRIEF),
-])  # fmt: skip
-def test_a_system_message_that_is_changed_or_the_default_is_not_left_out(
-    json_dir, tmp_path, text, system
-):
-    tokenizer, template = loaded(with_files(json_dir, tmp_path), text, system=system)
-    assert template.stop_ids(tokenizer) == tokenizer.eos_ids
-
-
 MALFORMED = (
     "its chat template is neither a text nor a list of named ones with a default; use --chat NAME"
 )

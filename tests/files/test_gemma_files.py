@@ -7,17 +7,13 @@ file's weights in fp32, and llama.cpp's (llama-cpp-python 0.3.36) up to the near
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import tokenizers
 
-from drafts.by_value import ByValue
 from families import GEMMA4
 from files.config import read_config
 from files.tokenizer import Tokenizer
-from helpers import slow
-from run.generate import Batch, compare
 from run.library import generate
 from run.load import load
 from tiny_models import write
@@ -98,13 +94,3 @@ def test_the_real_file(gemma3_file):
         tokens = generate(engine, [prompt]).tokens[0]
         same = next((i for i, pair in enumerate(zip(tokens, best)) if len(set(pair)) > 1), 16)
         assert same == 16 or gaps[same] < NEAR_TIE, (prompt, same, tokens)
-
-
-@pytest.mark.gemma3
-@pytest.mark.parametrize("temperature", [0.0, *slow([1.0])])
-def test_lookups_change_no_token_of_the_real_file(gemma3_file, temperature):
-    options = {"temperature": temperature, "draft": "ngram", "max_new_tokens": 24}
-    engine = load(checkpoint=str(gemma3_file), **options)
-    engine = replace(engine, policy=ByValue())  # drafts, whether it pays or not
-    drafted, outcome = compare(Batch(engine, ["one two three one two three one two"]))
-    assert outcome["identical"] == 1.0 and max(drafted.stats["accept_lengths"]) > 0

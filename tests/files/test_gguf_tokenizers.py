@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import struct
 import unicodedata
 from itertools import cycle
 from pathlib import Path
@@ -16,8 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from files.config import read_config, read_raw
-from files.gguf_header import chat_template_text, read_header
-from files.texts import template_text
+from files.gguf_header import read_header
 from files.tokenizer import Tokenizer
 from gguf_models import hf_model, write_model
 from helpers import slow
@@ -186,29 +184,7 @@ def test_special_ids_beyond_the_vocabulary(capsys, tmp_path):
     assert read_config(path).eos_ids == (0, 2)
 
 
-STRANGE = "M\xfcller"
 TOKENS, TYPES = (BPE_METADATA[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
-HARMLESS = {  # changes of the keys of GPT-2's tokenizer; None: left out
-    "no pre-tokenizer": {"pre": None},
-    **{f"type {kind}": {"token_type": [kind if t == 1 else t for t in TYPES]} for kind in (0, 7, -1)},
-    "a token that is not UTF-8": {"tokens": [*TOKENS, STRANGE], "token_type": [*TYPES, 1]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_changes_no_text(capsys, tmp_path, name):
-    """llama.cpp loads such files, too. The description is in another encoding."""
-    keys = {f"tokenizer.ggml.{key}": value for key, value in HARMLESS[name].items()}
-    keys = NAME | BPE_METADATA | {"general.description": STRANGE} | keys
-    path = write(tmp_path / "n.gguf", {k: v for k, v in keys.items() if v is not None}, {})
-    old, new = (struct.pack("<Q", len(text)) + text for text in (STRANGE.encode(), STRANGE.encode("latin-1")))  # fmt: skip
-    path.write_bytes(path.read_bytes().replace(old, new))
-    plain, ours = load(tmp_path, BPE_METADATA), Tokenizer.load(path)
-    note = f"note: {path} names no pre-tokenizer; GPT-2's is taken\n"
-    assert capsys.readouterr().err == note * (name == "no pre-tokenizer")
-    assert ours.vocab_size == plain.vocab_size + ("UTF-8" in name)
-    for text in TEXTS:
-        assert ours.encode(text, special=True) == plain.encode(text, special=True)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -285,16 +261,6 @@ def test_tokenizers_that_are_refused(tmp_path, how):
     with pytest.raises(ValueError, match=says) as error:
         load(tmp_path, BPE_METADATA, **changes)
     assert "\n" not in str(error.value) and "t.gguf" in str(error.value)
-
-
-def test_chat_template(tmp_path):
-    path = write(tmp_path / "t.gguf", NAME | {"tokenizer.chat_template": "{{ messages }}"}, {})
-    assert chat_template_text(path) == "{{ messages }}"
-    named = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
-    path = write(tmp_path / "v.gguf", NAME | named, {})
-    assert (template_text(path), template_text(path, "tool_use")) == ("a", "b")
-    assert template_text(path, "rag") is None
-    assert chat_template_text(write(tmp_path / "u.gguf", NAME, {})) is None
 
 
 # -------------------------------------------------------------------------------------- a real file

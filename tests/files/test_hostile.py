@@ -11,7 +11,6 @@ import random
 import re
 import resource
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -28,8 +27,6 @@ import torch
 from safetensors.torch import load, load_file, save
 from test_tokenizer import build_json
 
-from files.config import read_config
-from files.tokenizer import Tokenizer
 from files.untrusted import load_pickle, read_untrusted
 from helpers import GOLDEN
 from quantized_layouts import WHOLE, write_model
@@ -422,20 +419,6 @@ def test_errors_of_libraries_become_one_line(tmp_path, capfd):
         assert caught.value is error
     os.write(2, b"heard again")
     assert capfd.readouterr() == ("", "heard again")
-
-
-def test_without_a_standard_error(tmp_path, monkeypatch):
-    """`2>&-`: Python has none, and 2 may be any file of ours."""
-    monkeypatch.setattr(sys, "stderr", None)
-    with pytest.raises(ValueError, match="x is corrupt, .*deep"), read_untrusted(tmp_path / "x"):
-        raise RecursionError("deep")
-    assert read_config(DENSE).n_layers and Tokenizer.load(Path(DEMO)).encode("a")
-
-
-def test_an_added_token_with_an_infinite_id(tmp_path, capfd):
-    path = linked(demo, tmp_path / "m")
-    put(path / "added_tokens.json", {"<x>": float("inf")})
-    assert "the added tokens are malformed" in refused(capfd, OF_TEXT, path)
 
 
 @pytest.mark.parametrize("more, remedy", [((), "model or --quant"), (("--quant", "int8"), "model")])

@@ -24,14 +24,10 @@ from files.head_kinds import own_head
 from files.io import bundled_head, is_gguf, is_model_name
 from files.known_heads import plain_name, published_heads
 from files.ollama import ollama_model
-from run import quantize as run_quantize
 from run.library import generate
 from run.load import load
 from run.options import DEMO, GenerateConfig
 from run.start import read_command, with_text
-from scripts.bench.cases import SpeedOptions
-from scripts.bench.methods import Setting, methods_of
-from scripts.bench.speed import with_names_fetched
 
 NOWHERE = "http://127.0.0.1:9"  # where nobody listens
 
@@ -304,28 +300,6 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     capsys.readouterr()
     assert with_files(asked).head == "" and "without tiny/away, which" in capsys.readouterr().err
     assert with_files(replace(asked, head="tiny/demo-head")).head == engine.config.head
-
-
-def test_speed_and_quantize_take_names(server, table, tmp_path, capsys):
-    """The model and its published head, or the heads that are named, as files."""
-    table.write_text(TABLE.replace("tiny/away", "tiny/demo-head"))
-    server.repos["official/Demo-1M"] = files_of(DEMO)
-    server.repos["tiny/demo-head"] = files_of(f"{DEMO}-eagle")
-    given = SpeedOptions(checkpoint="official/Demo-1M", methods="all")
-    config = with_names_fetched(given)
-    assert config.head == str(fetched("tiny/demo-head"))
-    assert config.checkpoint == str(fetched("official/Demo-1M"))
-    several = replace(given, heads=f"tiny/demo-head,{DEMO}-eagle")
-    methods = methods_of(several, Setting("none", 0.0, 1))
-    for head in (config.head, f"{DEMO}-eagle"):
-        assert f"eagle:dynamic:head={head}" in methods
-    rounded = run_quantize.read_command(["tiny/demo-head", "--out", str(tmp_path / "out")])
-    assert rounded.checkpoint == config.head
-
-
-def test_heads_are_listed_by_a_models_name(table):
-    assert [head.name for head in published_heads("demo-1m")] == ["tiny/away", "tiny/demo-head"]
-    assert [head.kind for head in published_heads()] == ["medusa", "eagle", "block"]
 
 
 def test_the_table_of_heads_is_whole():

@@ -27,12 +27,11 @@ from families import file_of_qwen35 as file_of
 from families import randomize_qwen as randomize
 from files.texts import TextFiles
 from heads import assert_vanillas_tokens
-from helpers import in_turn, slow
+from helpers import slow
 from kv_cache import KVCache, causal_window
 from run.library import generate
 from run.load import load
 from run.options import DEMO
-from run.session import Session
 from tiny_models import IDS, gguf_name, gguf_tensors, of_experts, refused, write
 
 PROMPTS = [IDS[:5].tolist() * 3, IDS.tolist()]
@@ -227,17 +226,6 @@ def test_fused_segments_compute_what_the_layer_does(hitting):
         torch.testing.assert_close(*found)
 
 
-def test_a_second_turn_and_a_cut_one(hitting):
-    """The layer's cache goes back with the target's state."""
-    options = {"max_new_tokens": 16, "ignore_eos": True, "device": "cpu", "dtype": "bfloat16"}
-    found = []
-    for draft in ("none", "mtp"):
-        session = Session(load(str(hitting["qwen"]), draft=draft, **options))
-        for prompt in (PROMPTS[1], [*PROMPTS[1], 5, 6], PROMPTS[1][:20] + [7]):
-            found.append(in_turn(session, prompt).history[0].copy())
-    assert found[:3] == found[3:]
-
-
 # --------------------------------------------------------------------------------------- GGUF files
 
 NO_TEXT = TextFiles(None, None)  # the files have no tokenizer
@@ -304,24 +292,6 @@ def test_a_file_of_glm(tmp_path, capsys):
     path = write(tmp_path / "other.gguf", metadata, own | layer)
     says = "model.layers.2.shared_head.head.weight differs from the model's lm_head.weight"
     assert says in refused(capsys, "--checkpoint", str(path), "--draft", "mtp")
-
-
-@torch.no_grad()
-def test_a_file_in_blocks_drafts_in_its_own_bits(tmp_path):
-    model, mtp = made("qwen", hits=True)
-    own, layer = gguf_parts(model, mtp)
-
-    def kind_of(name: str) -> str:
-        return "F32" if "conv1d" in name else "Q8_0"
-
-    path = str(write(tmp_path / "m.gguf", with_layer(model), own | layer, kind_of))
-    options = {"max_new_tokens": 40, "ignore_eos": True, "batch_size": 2, "device": "cpu"}
-    engine = load(path, NO_TEXT, tree="dynamic:4,3,12", **options)
-    assert engine.option("quant_draft") == "blocks"
-    assert engine.drafter.head.fc.packed and engine.drafter.head.program.in_cpp
-    found = generate(engine, PROMPTS)
-    assert found.tokens == generate(load(path, NO_TEXT, draft="none", **options), PROMPTS).tokens
-    assert found.stats["tau"] > 2
 
 
 # ----------------------------------------------------------------------------------------- bad input

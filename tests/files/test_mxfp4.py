@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
-from families import GPT_OSS, random_oss
-from files.config import open_source
+from families import random_oss
 from files.weights import load_model
 from helpers import OPERATORS
 from quantize import BLOCKS, Quantization
 from run.load import load
-from tiny_models import IDS, Kind, assert_same_logits, by_passes, refused, saved
+from tiny_models import IDS, assert_same_logits, by_passes, refused, saved
 
 IN_BLOCKS = Quantization(BLOCKS, saved=True)
 DOWN = "model.layers.1.mlp.experts.down_proj"
@@ -89,30 +86,6 @@ def test_the_command_keeps_the_bits(mxfp4, capsys, options, form, says):
     engine = load(checkpoint=str(mxfp4), draft="none", device="cpu", **options)
     assert engine.target.layers[0].w13.format == form
     assert says in capsys.readouterr().err
-
-
-@OPERATORS
-def test_a_file_has_the_bits_of_a_directory(tmp_path):
-    """In the same bytes."""
-    reference = random_oss()
-    path = GPT_OSS.write(tmp_path / "m.gguf", reference, in_blocks=True)
-    held = {}
-    for name, value in reference.state_dict().items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            held[name] = value
-            continue
-        rows = value.transpose(1, 2).contiguous().numpy()
-        each = torch.from_numpy(gguf.quantize(rows, Kind.MXFP4).reshape(*rows.shape[:2], -1, 17))
-        codes = torch.cat((each[..., 1:] & 15, each[..., 1:] >> 4), -1)  # 32 codes in order
-        held[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        held[f"{name}_scales"] = each[..., 0].contiguous()
-    folder = write_mxfp4(tmp_path / "hf")
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
-    ours, theirs = (load_model(of, torch.bfloat16, quant=IN_BLOCKS) for of in (path, folder))
-    for a, b in zip(ours.layers, theirs.layers):
-        assert torch.equal(a.w13.data, b.w13.data) and torch.equal(a.w2.data, b.w2.data)
-    assert torch.equal(by_passes(ours, IDS, 5), by_passes(theirs, IDS, 5))
-    assert open_source(path).mostly_has(4)
 
 
 def put(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], None]:

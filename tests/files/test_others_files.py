@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from files import registry
 from files.config import read_config
-from files.fields import text_part
 from files.tokenizer import Tokenizer
 from files.weights import load_model
 from gguf_models import hf_model
@@ -152,15 +151,7 @@ def test_no_architectures(tmp_path, family, value):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "model.safetensors",
-        "config.json",
-        "pytorch_model.bin",
-        "m.gguf",
-        "tokenizer.json",
-        "tokenizer.model",
-    ],
+    "name", ["model.safetensors", "pytorch_model.bin", "m.gguf", "tokenizer.json"]
 )
 def test_pointers_of_git_lfs_are_named(tmp_path, name):
     """Of a clone without the files themselves."""
@@ -180,9 +171,3 @@ def test_an_adapter_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(ValueError, match="is an adapter .LoRA. and no model; merge it"):
         load_model(tmp_path)
-
-
-def test_a_key_beside_the_text_part_holds_for_it(tmp_path):
-    """Qwen3.5's files say only there that the LM head is tied."""
-    raw = {"text_config": {"tie_word_embeddings": False}, "tie_word_embeddings": True}
-    assert text_part(raw)["tie_word_embeddings"]

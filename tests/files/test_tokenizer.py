@@ -167,24 +167,6 @@ def test_streaming_random_ids_equals_decoding(tokenizer):
         assert "".join(stream(tokenizer, ids, iter(lambda: rng.randrange(4), -1))) == whole, ids
 
 
-def test_stream_holds_an_unfinished_character_until_the_flush(tokenizer):
-    ids = [i for i in tokenizer.encode("🧿", bos=False) if tokenizer.piece(i) != b" "]
-    assert len(ids) > 1  # spelled in bytes
-    decoder = tokenizer.stream()
-    assert [decoder.push([i]) for i in ids[:-1]] == [""] * (len(ids) - 1)
-    assert decoder.flush() == "\ufffd"
-
-
-def test_stream_is_linear(tokenizer):
-    """Bytes that never become a character must not be decoded again and again: each piece is read once."""
-    broken = next(i for i in range(tokenizer.vocab_size) if tokenizer.piece(i) == b"\xff")
-    calls = []
-    decoder = tokenizer.stream()
-    decoder._piece = lambda i: calls.append(i) or tokenizer.piece(i)
-    assert "".join(decoder.push([broken]) for _ in range(500)) + decoder.flush() == "\ufffd" * 500
-    assert len(calls) == 500
-
-
 # ------------------------------------------------------------------------- against the originals
 
 

@@ -148,23 +148,6 @@ def test_add_prefix_space(tmp_path, base, files, wanted, legacy):
     assert ours.decode(ids) == reference.decode(ids) == "hello"
 
 
-@pytest.mark.parametrize("legacy", [True, False])
-def test_files_that_transformers_writes_here(tmp_path, base, legacy):
-    tok = add_tokens(convert(base, legacy))
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, **NAMES)
-    fast.chat_template = {"default": "one", "tool_use": "two"}
-    fast.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes((base / "tokenizer.model").read_bytes())
-    again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    ours = Tokenizer.load(tmp_path)
-    for text in TEXTS:
-        assert ours.encode(text, special=True) == again(text).input_ids, text
-    assert ours.eos_ids == (again.eos_token_id,)
-    assert template_text(tmp_path) == again.chat_template["default"] == "one"
-    assert template_text(tmp_path, "tool_use") == again.chat_template["tool_use"] == "two"
-    assert template_text(tmp_path, "rag") is None
-
-
 def test_named_templates_of_a_directory_come_first(tmp_path):
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     write(tmp_path, "tokenizer_config.json", {"chat_template": named})
