@@ -103,16 +103,6 @@ def test_a_conversation_goes_on_in_its_place(client):
     assert client.cached > 3 * 20
 
 
-def test_the_least_recently_used_place_is_taken(client):
-    first = prompts(10, 11, 12, 13)
-    for prompt in first:
-        client.place(prompt)
-    client.place([*client.session.history[0], 30])  # place 1 is the oldest now
-    assert [client.place(prompt) for prompt in prompts(50, 51, 52)] == [1, 2, 3]
-    assert client.session.cached(0, first[0]) == len(first[0])
-    assert client.session.cached(1, first[1]) == 20
-
-
 def test_answers_to_one_prompt_read_it_once(client):
     """Of four that come at once, three wait until the first has read it."""
     jobs = [client.ask([*SYSTEM, number]) for number in (10, 11, 12, 13)]

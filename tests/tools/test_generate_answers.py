@@ -18,7 +18,6 @@ from run.scheduler import Piece
 from scripts.train import answer_servers, data, prompts
 from scripts.train import generate_answers as answer
 from scripts.train.generate_answers import Filter
-from scripts.train.prompts import headers
 from scripts.train.train_options import HeadConfig
 
 MODULE = '''
@@ -130,14 +129,6 @@ def never(tokens: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ prompts
-
-
-def test_headers_are_whole_and_dedented():
-    found = list(headers(MODULE))
-    assert sorted(found) == [
-        'async def cut(self):\n    "Remove everything."',
-        'def grow(self, levels):\n    """Add levels\nto the tree, \f whose text has less indentation.\n    """',
-    ]
 
 
 def test_what_an_evaluation_prompt_shares_thirteen_words_with_is_dropped():
@@ -296,32 +287,6 @@ def test_training_reads_the_answers_with_their_tokens(sources, made_up):
         with pytest.raises(ValueError, match="answer_ids are not the tokens of the answer"):
             wrong = d._replace(answer_ids=[7, 8, 9])
             data.marked_tokens(wrong, TOKENIZER, run.engine.template)
-
-
-@pytest.mark.parametrize("given", [0.0, 0.7, 1.0])
-def test_sources_take_their_shares_of_the_tokens(sources, made_up, given, monkeypatch):
-    monkeypatch.setattr(answer, "ANSWER_TOKENS", 120)
-    config = config_for(sources, given=given, answers=8)
-    many = {s: [[f"{s} {i}?"] for i in range(600)] for s in answer.SHARES if s != "own"}
-    run = answer.Run(config, many, Filter(set()))
-    while run.total() < 20_000:
-        run.step()
-    share = {source: run.tokens[source] / run.total() for source in answer.SHARES}
-    assert abs(share["given"] - (given or 1 / 4.25)) < 0.1
-    assert bool(given == 1) == (share["code"] == 0)
-    if not given:
-        assert abs(share["own"] - share["tasks"]) < 0.05 and share["long"] < 0.15
-
-
-def test_a_model_that_writes_no_good_prompt_writes_no_more(sources, made_up, capsys):
-    MadeUp.texts = {}
-    config = config_for(sources)
-    run = answer.Run(config, {}, Filter(set()))
-    run.filter.accepts = lambda source, turns, fits: False
-    while run.step():
-        pass
-    assert run.attempts < 3 * config.answers
-    assert "prompts that the model wrote was good" in capsys.readouterr().out
 
 
 def test_prompts_of_which_none_can_be_used_are_refused(sources):

@@ -19,7 +19,6 @@ from files.rounding import quantize_directory
 from files.weights import load_model
 from helpers import GOLDEN, OPERATORS, golden_case, refused
 from quantize import Quantization
-from run.library import generate
 from run.load import load
 from run.options import DEMO, ROOT, GenerateConfig
 from run.parsing import parse
@@ -118,24 +117,6 @@ def test_one_line_per_task_and_method(measured, capsys, monkeypatch):
     for row in rows:
         (shown,) = (x for x in lines if x.startswith(f"| {row['task']} | {row['method']} |"))
         assert f" {row['tau']:.2f} ± " in shown and f"{row['speedup']:.2f} (" in shown
-
-
-def test_tau_is_that_of_generate_and_batches_count_the_same(measured, tmp_path):
-    """But for tokens behind the end of an answer, which the papers' tau counts."""
-    engine = load(checkpoint=DEMO, dtype="float32", device="cpu", max_new_tokens=8, tree="dynamic")
-    stats = generate(engine, [row["turns"] for row in TASKS[:3]]).stats
-    rows = rows_of(measured / "log.jsonl")
-    row = next(r for r in rows if r["task"] == "a" and r["method"] == "eagle:dynamic")
-    accepted = sum(stats["accept_lengths"]) / stats["cycles"]
-    assert row["tau"] == pytest.approx(1 + accepted) and row["cycles"] == stats["cycles"]
-    assert stats["tau"] <= row["tau"]
-    config = config_in(tmp_path, methods="eagle:dynamic", batch_sizes="3", limit=3)
-    together = bench.measure(config)[0]
-    assert together["histogram"] == row["histogram"] and together["runs"] == 1
-    assert together["speedup"] is together["identical"] is None
-    assert together["cycles"] < row["cycles"]
-    # each length went to its own prompt
-    assert together["tau_error"] == pytest.approx(row["tau_error"]) and row["tau_error"] > 0
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
@@ -526,29 +507,3 @@ def test_the_pictures_and_the_table_of_the_readme_are_those_of_the_data():
         assert pictures.table(rows) in (ROOT / of_table).read_text()
     recorded = json.loads((results / "race.json").read_text())
     assert (ROOT / "docs/race.svg").read_text() == pictures.race_picture(recorded) + "\n"
-
-
-WORDS = "Words that fill more than one line, " * 4
-PIECES = [[0.1, "def f(x):\n"], [0.4, "    return <x> & "], [0.7, WORDS], [0.9, "x" * 70]]
-RACE = {
-    "prompt": "Is 1 < 2?", "checkpoint": "a.gguf", "machine": "a processor", "date": "2026-11-28",
-    "sides": [{"pieces": [[2 * seconds, text] for seconds, text in PIECES], "tokens": 90}, {"pieces": PIECES, "tokens": 90}],
-}  # fmt: skip
-
-
-def test_a_piece_is_hidden_until_its_time_and_each_clock_ends_with_its_rate():
-    texts = [*ElementTree.fromstring(pictures.race_picture(RACE)).iter(f"{SVG}text")]
-    ends = {
-        text.text: [s.get("end") for s in text.iter(f"{SVG}set") if s.get("to") == "hidden"]
-        for text in texts
-    }
-    assert ends["f(x):"] == ["loop.begin+0.400s"]  # of the faster side, played 4 times slower
-    assert ends["1.80 s, 50 tokens/s"] == ["loop.begin+7.200s"]
-    assert ends["0.90 s, 100 tokens/s"] == ["loop.begin+3.600s"]
-    assert "> Is 1 < 2?" in ends
-    shown = [text for text in texts if text.get("visibility") != "hidden"]
-    assert sum(text.text == "f(x):" for text in shown) == 2  # without an animation, too
-    assert texts[-1].text.startswith("played 4 times slower; one text; a.gguf; a processor")
-
-
-# ------------------------------------------------------------------------------------------- the device

@@ -1,4 +1,4 @@
-"""The page of the server in a real browser: chats, options, drafts, races, and texts that must not run."""
+"""The page of the server in a real browser: chats, options, drafts, and texts that must not run."""
 
 from __future__ import annotations
 
@@ -189,18 +189,6 @@ def test_an_answer_is_stopped(page, running):
 
 
 @in_a_browser
-def test_a_race_ends_in_the_same_text(page):
-    page.run("$('most').value = 60; $('mode').click(); $('start').requestSubmit()")
-    page.wait("!running && laps.length === 2")
-    assert page.run("$('verdict').textContent").startswith("identical texts: ")
-    assert page.run("laps[0].meter.accepted") > 0 == page.run("laps[1].meter.accepted")
-    page.run("replay()")
-    page.wait("!$('replay').disabled")
-    one, other = texts(page, ".pane .body")
-    assert one == other == page.run("laps[0].text")
-
-
-@in_a_browser
 def test_the_thinking_is_folded(browser, tmp_path):
     """A reload keeps it so; a race counts it as text."""
     (tmp_path / "answer.lark").write_text(r'start: "Two and two.\n</think>\n\nFour: 4."')
@@ -249,25 +237,6 @@ def test_nothing_in_an_answer_runs(page):
     assert not {"script", "img", "svg", "b", "i"} & set(tags), tags
     links = page.run("[...document.querySelectorAll('#messages a')].map(e => e.protocol)")
     assert set(links) <= {"https:"}
-
-
-@in_a_browser
-def test_markdown_and_narrow_windows(page):
-    text = "# T\n1. a\n   - b **c**\n2. d\n\n> q\n\n```py\nx = 1\n```\n*e* `f` a * b * c\n\n---\nend\n\n- - -"
-    page.run(f"$('messages').replaceChildren(); markdown($('messages'), {json.dumps(text)})")
-    names = page.run("[...document.querySelectorAll('#messages *')].map(e => e.localName)")
-    shape = " ".join(names)
-    for part in ("h2 ol li ul li strong li", "blockquote p", "pre code", "em code", "hr p"):
-        assert part in shape, shape
-    assert shape.count("hr") == 2
-    for width in (320, 600, 1600):
-        page.size(width, 700)
-        assert page.run("document.documentElement.scrollWidth") <= width
-        if width == 320:
-            tops = "[...document.querySelectorAll('header > *')].map(e => e.offsetTop + e.offsetHeight / 2)"
-            middles = page.run(tops)
-            assert max(middles) - min(middles) < 4, "the header is one row"
-    page.size(1000, 760)
 
 
 @in_a_browser

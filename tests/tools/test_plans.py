@@ -1,4 +1,4 @@
-"""The sweep over plans: the choice, the table, and that it is loaded by the device's name."""
+"""Tables of plans: a sweep writes them, and a device loads the one of its name."""
 
 import json
 

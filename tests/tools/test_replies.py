@@ -34,8 +34,6 @@ from files.thinking import (  # noqa: E402
     behind_thinking,
     closed,
     hidden_tags,
-    opened_by,
-    without_messages,
     without_opening,
 )
 from files.tokenizer import Tokenizer  # noqa: E402
@@ -183,20 +181,6 @@ def test_one_call_in_a_message_before_its_result(messages, want):
     assert one_call_each(messages) == want
 
 
-def test_a_prompt_that_opens_the_thinking():
-    for tags in TAGS:
-        prompt = f"[assistant]\n{tags.begin}\n"
-        assert opened_by(prompt) == tags and without_opening(prompt) == "[assistant]\n"
-        # of Qwen3 with enable_thinking = false
-        assert closed(prompt) == f"[assistant]\n{tags.begin}\n\n{tags.end}\n\n"
-        assert without_opening(closed(prompt)) == "[assistant]\n"
-        for other in (closed(prompt), "[assistant]\n", f"{tags.begin} now"):
-            assert opened_by(other) is None and closed(other) == other
-        for other in ("[assistant]\n", f"{tags.begin} now"):
-            assert without_opening(other) == other
-    assert closed("<|start|>assistant") == "<|start|>assistant<|channel|>final<|message|>"
-
-
 HEADERS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 
 
@@ -213,14 +197,6 @@ def test_tags_that_are_control_tokens_have_a_text(controls, shown, text, end, tm
     ids = tokenizer.encode(text + end, bos=False, special=True)
     assert tokenizer.stream(shown=found).push(ids) == text
     assert Thinking().push(text, True) == ("Two." if shown else "", "Four.")
-
-
-def test_an_earlier_answer_is_its_last_message():
-    assert without_messages(f"{ANALYSIS}Two.{NEXT}{FINAL}Four.") == "Four."
-    assert (
-        without_messages(f"{FINAL}Four.") == "Four." and without_messages(f"{ANALYSIS}Two.") == ""
-    )
-    assert without_messages("<think>Two") == "<think>Two"
 
 
 # ------------------------------------------------------------------------------------- of the text
@@ -518,20 +494,6 @@ def test_what_models_write(learned, name):
 @rows("tags, text, thought, rest", THINKING)
 def test_thinking_is_taken_out(tags, text, thought, rest):
     check(Row("", text, rest, thought=thought, opens=tags), None)
-
-
-def test_text_comes_as_soon_as_it_is_certain(learned):
-    """Content that is no call, thinking that is not at its end."""
-    for name, opens, parts, want in (
-        ("qwen2.5", None, ("Hello", " <to", "p>", " x", f" {CALL}"), ["Hello", " <top>", " x"]),
-        ("llama3.1", None, ("Hello ", "you"), ["Hello", " you"]),  # white space before a block goes with it
-        ("", None, ("Hello",), ["Hello"]), ("", None, ("<", "think>\n", "One ", "two", "\n</thi", "nk>\n", "Four", " </think>"), ["One", " two", "Four", " </think>"]),
-    ):  # fmt: skip
-        form = learned(name).form if name else None
-        events, _ = told(Chat, form, Row(name, "", opens=opens), [*parts])
-        deltas = [event["choices"][0]["delta"] for event in events]
-        texts = [delta.get("reasoning_content") or delta.get("content") for delta in deltas]
-        assert [text for text in texts if text] == want
 
 
 @pytest.mark.parametrize("name", EXCERPTS)

@@ -635,6 +635,3 @@ def test_an_address_that_cannot_be_had_is_one_line(host, capsys):
     err = capsys.readouterr().err
     remedy = "name another --port" if port else "an address"
     assert stop.value.code == 2 and err.count("\n") == 1 and remedy in err
-
-
-# ---------------------------------------------------------------------------------- other clients

@@ -440,20 +440,6 @@ def test_training_ends_when_tau_no_longer_rises(
     assert same.index(True) == best // 2 - 1 and sum(same) == 1
 
 
-def test_training_never_ends_with_a_worse_head_than_its_start(quick, tmp_path, monkeypatch):
-    first, second = tmp_path / "first", tmp_path / "second"
-    config = config_in(first, steps=2, eval_every=2)
-    train(config)
-    taus = iter([2.0, 1.9, 1.8])
-    monkeypatch.setattr(training, "evaluate", lambda *of: {"alpha": [0.5], "tau": next(taus)})
-    again = replace(config, out=str(second), steps=4, init=str(first), draft_vocab=0)
-    train(again)
-    info = json.loads((second / "training.json").read_text())
-    assert [row["step"] for row in info["curve"]] == [0, 2, 4] and info["best"]["step"] == 0
-    for name, value in load_file(first / "model.safetensors").items():
-        assert torch.equal(load_file(second / "model.safetensors")[name], value), name
-
-
 def test_resume_with_features_on_disk_gives_the_same_head(quick, tmp_path, monkeypatch):
     """Killed in the second epoch and resumed, with and without files, as an unbroken run: 8 batches, 14 steps."""
     computed: list[int] = []  # batches, by the target's best tokens
