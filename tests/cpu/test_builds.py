@@ -19,7 +19,7 @@ from draft_tree import DynamicTree, StaticTree
 from drafters import RootOnly
 from eagle_draft import EagleDrafter, load_head
 from files.weights import load_model
-from helpers import decode, engine_for
+from helpers import decode, engine_for, slow
 from quantize import Quantization
 from run.options import DEMO
 
@@ -67,7 +67,8 @@ def decode_all() -> dict[str, list]:
     return found
 
 
-@pytest.mark.parametrize("march", [*OTHERS, "native"])
+# all slow: matmuls of every build, and on emulated tiles, have their bits in test_weights.py
+@pytest.mark.parametrize("march", [*OTHERS, *slow(["native"])])
 def test_other_processors_decode_the_same_tokens_with_trees(march):
     """In a process of its own, where `GPT_EAGLE_MARCH` says what to build for.
 
