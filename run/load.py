@@ -47,7 +47,7 @@ CACHE_SHARE = 0.5  # of the free memory, for the target's cache; drafts and scor
 ROUND_TO = 256  # tokens
 OLDEST = (8, 0)  # compute capability: bf16 on tensor cores, asynchronous copies
 # prompts are given to generate(), and its answers have what the files have
-OF_COMMANDS = {"prompt", "prompt_file", "prompt_ids", "interactive", "compare", "json", "profile"}
+OF_COMMANDS = {"prompt", "prompt_file", "interactive", "compare", "json", "profile"}
 CUDA_CONTEXT = 4096  # tokens; attention starts blocks for every slot, which is measured up to here
 
 

@@ -526,7 +526,10 @@ def random_next(**options: Any) -> Any:
 
 
 def file_of_next(model: Any, old: bool = False) -> tuple[dict, dict]:
-    """The metadata and the converter's tensors. old: with one for queries, keys, values and their gates"""
+    """The metadata and the converter's tensors.
+
+    old: with one for queries, keys, values and their gates; the shared expert's gate is a vector
+    """
     c = model.config
     heads, width = c.linear_num_key_heads, c.linear_key_head_dim
     values = c.linear_num_value_heads // heads * c.linear_value_head_dim
@@ -541,6 +544,8 @@ def file_of_next(model: Any, old: bool = False) -> tuple[dict, dict]:
             return {name: -value.exp()}
         if "conv1d" in name:
             return {name: value[:, 0]}
+        if name.endswith("shared_expert_gate.weight") and old:
+            return {name: value[0]}
         from_one = "norm" in name and "linear_attn" not in name
         return of_experts(name, value + 1 if from_one else value)
 

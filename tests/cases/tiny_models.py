@@ -122,9 +122,7 @@ def gguf_tensors(
 
 
 def of_experts(name: str, value: Tensor) -> dict[str, Tensor]:
-    """What the converter makes of a Qwen's experts: two stacks of gates and ups, the shared one's gate a vector."""
-    if name.endswith("shared_expert_gate.weight"):
-        return {name: value[0]}
+    """What the converter makes of a Qwen's experts: two stacks of gates and ups."""
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate_proj", "up_proj"), value.chunk(2, 1))
         return {name.replace("gate_up_proj", f"{half}.weight"): part for half, part in halves}
