@@ -71,14 +71,15 @@ class Split(NamedTuple):
     composed: bool = False  # the text is normalized first, to NFC
 
 
+LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral", "midm-2.0")
 SPLITS = {  # by tokenizer.ggml.pre
-    "gpt-2": Split(),
-    "smollm": Split(digits=True),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), Split((LLAMA3,), whole=True)
-    ),
+    **dict.fromkeys(("gpt-2", "a.x-4.0", "mellum", "trillion", "granite-docling"), Split()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), Split(digits=True)),
+    **dict.fromkeys(LLAMA3_NAMES, Split((LLAMA3,), whole=True)),
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx", "smaug-bpe"), Split((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composed=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), Split((QWEN2,), composed=True)),
+    "megrez": Split((QWEN2,)),
+    "seed-coder": Split((QWEN2.replace(r"]+[\r\n]*|", "]+|"),)),
     "qwen35": Split((QWEN35,), composed=True),
     "tekken": Split((TEKKEN,), whole=True),
     "gpt-4o": Split((GPT4O,)),
@@ -145,11 +146,12 @@ def tokenizer_config(metadata: Metadata) -> dict:
                 f"{metadata.path}: {kind}_token_id {named} is not one of the {len(tokens)} "
                 "tokens; it is ignored"
             )
-    # the default of llama.cpp
-    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    # the defaults of llama.cpp; the first files of Gemma 4 say false, and it does not follow them
+    model = metadata.get("tokenizer.ggml.model")
     split = SPLITS.get(metadata.get("tokenizer.ggml.pre"), Split())
-    default = is_sentencepiece or split.whole
-    config["add_bos_token"] = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
+    default = model == "llama" or split.whole
+    told = metadata.read("tokenizer.ggml.add_bos_token", bool, default)
+    config["add_bos_token"] = told or model == "gemma4"
     return config
 
 

@@ -5,19 +5,34 @@ Source: arXiv 2501.00656. Not here: OLMo-3, whose layers have windows and two ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from files.gguf_names import LAYER, GgufLayout
 from files.keys import common_fields, read_swiglu_keys
 from model import ModelConfig
 from models.steps import RowNorm
+from options import require
 from steps import Add, Attend, Copy, Norm, Project, Rotate, Step
 
 BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-GGUF = GgufLayout(layer=LAYER | BEHIND)
+
+
+def gguf_keys(metadata: Any, name: Callable[[str], str]) -> dict[str, Any]:
+    """Return no further keys of config.json. name: of a key in the file
+
+    Raises: ValueError for OLMo-3, whose files are of this architecture, too.
+    """
+    fault = f"{metadata.path}: OLMo-3, whose layers have windows, is not supported; use OLMo-2"
+    require(not metadata.get(name("attention.sliding_window")), fault)
+    return {}
+
+
+GGUF = GgufLayout(layer=LAYER | BEHIND, keys=gguf_keys)
 
 
 @dataclass(frozen=True)

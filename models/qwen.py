@@ -117,6 +117,8 @@ GGUF = GgufLayout(
         "ffn_up_shexp": "mlp.shared_expert.up_proj",
         "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
-    changed={"ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", lambda x: x.view(1, -1))},
+    changed={
+        "ffn_gate_inp_shexp.weight": ("mlp.shared_expert_gate.weight", lambda x: x.view(1, -1))
+    },
     keys=gguf_keys,
 )

@@ -138,13 +138,28 @@ def expert_keys(c) -> dict:
     }  # fmt: skip
 
 
-def assert_names_of_package(tensors: dict, architecture: str) -> None:
-    """Compare the names of a file's tensors with those that the package gguf lists."""
+def names_in_files(architecture: str) -> set[str]:
+    """The names of tensors that the package gguf lists for an architecture, {bid} for a layer's number."""
     of_arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[of_arch]}
+    return {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[of_arch]}
+
+
+def assert_names_of_package(metadata: dict, tensors: dict) -> None:
+    """Compare the names of a file's keys and tensors with those that the package gguf lists."""
+    architecture = metadata["general.architecture"]
+    kinds = [kind for kind in vars(gguf.Keys).values() if isinstance(kind, type)]
+    keys = {
+        str(key).replace("{arch}", architecture) for kind in kinds for key in vars(kind).values()
+    }
+    assert metadata.keys() <= keys, metadata.keys() - keys
+    names = names_in_files(architecture)
     for name in tensors:
-        stem = re.sub(r"\.\d+\.", ".{bid}.", name.removesuffix(".weight").removesuffix(".bias"))
-        assert stem in names, name
+        assert re.sub(r"\.\d+\.", ".{bid}.", without_leaf(name)) in names, name
+
+
+def without_leaf(name: str) -> str:
+    """A tensor's name without its ending."""
+    return re.sub(r"\.(weight|bias|scale)$", "", name)
 
 
 def metadata_of(model, name: str, further: dict | None = None) -> dict:

@@ -40,7 +40,7 @@ def test_the_tokenizer_of_gemma_4s_files(tmp_path):
     keys = {
         "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.scores": [-1000.0] * len(tokens),
     }  # fmt: skip
     metadata, tensors = GEMMA4.file_of(GEMMA4.make(vocab_size=len(tokens)))
     path = write(tmp_path / "m.gguf", metadata | keys, tensors)
@@ -49,6 +49,7 @@ def test_the_tokenizer_of_gemma_4s_files(tmp_path):
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, bos=False) == ids, text
         assert ours.decode(ids) == text
+    assert ours.adds_bos  # as in llama.cpp, which does not follow the first files
     assert ours.encode("a<turn|>", bos=True, special=True)[0::2][:2] == [2, tokens.index("<turn|>")]
     assert tokens.index("<turn|>") in read_config(path).eos_ids
 

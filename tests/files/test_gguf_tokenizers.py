@@ -14,12 +14,14 @@ from test_tokenizer import LINES, TEXTS, train_sp
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from files import gguf as gguf_file
+from files import gguf_tokenizer, registry
 from files.config import read_config, read_raw
 from files.gguf_header import read_header
 from files.tokenizer import Tokenizer
 from gguf_models import hf_model, write_model
 from helpers import slow
-from tiny_models import write
+from tiny_models import names_in_files, without_leaf, write
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,6 +64,27 @@ SPLITS = {
     "gpt-4o": split_by(GPT4O),
     "deepseek-llm": split_by(*DEEPSEEK, digits=True),
     "deepseek-coder": split_by(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[-1], digits=True),
+    "seed-coder": split_by(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+# tokenizer.ggml.pre of published files, by their architecture; "": a sentencepiece model, or Gemma 4's.
+# Source: llama.cpp's converter (get_vocab_base_pre), August 2026; its readers make the ids of our tests
+PUBLISHED = {
+    "llama": "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0 smollm starcoder refact minerva-7b gpt-2 mellum trillion "
+             "granite-docling tekken deepseek-llm deepseek-coder seed-coder smaug-bpe megrez",
+    "qwen2": "qwen2 deepseek-r1-qwen a.x-4.0", "qwen3": "qwen2 f2llmv2", "qwen35": "qwen35", "qwen35moe": "qwen35",
+    **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3next"), "qwen2"),
+    **dict.fromkeys(("lfm2", "lfm2moe"), "lfm2"), **dict.fromkeys(("gemma3", "gemma4"), ""),
+    "glm4": "glm4 chatglm-bpe", "glm4moe": "glm4", "gpt-oss": "gpt-4o", "smollm3": "smaug-bpe", "phi3": "dbrx gpt-4o", "olmo2": "dbrx",
+}  # fmt: skip
+# names that the package lists, and that no published file of such a model has, or that are refused
+UNREAD = {
+    "blk.{bid}.attn_rot_embd",
+    "blk.{bid}.attn_qkv",
+    "dense_2",
+    "rope_factors_long",
+    "rope_factors_short",
 }
 MORE = [
     *LINES, "12345 678 ½²³ ٣٤٥", "  5 6\n\n 7", "It's WE'LL I'm", "e\u0301 é ﬁ", "a\r\n\r\nb \t c",
@@ -113,6 +136,24 @@ def test_byte_level_bpe(tmp_path, name):
         assert tok.decode(ids) == original.decode(ids), text
     assert tok.adds_bos == (name in ("llama-bpe", "lfm2", "tekken"))
     assert (tok.bos_id, tok.eos_ids) == (1, (2,))
+
+
+def test_no_architecture_without_the_names_of_its_files():
+    """Pre-tokenizers and tensors; the keys of files: families.py."""
+    assert PUBLISHED.keys() == set(registry.gguf_names())
+    assert {
+        name for names in PUBLISHED.values() for name in names.split()
+    } <= gguf_tokenizer.SPLITS.keys()
+    for row in registry.rows():
+        if row.gguf:
+            layout = row.load().GGUF
+            kinds = {*layout.layer, *layout.mixture, *map(without_leaf, layout.changed)}
+            kinds |= {f"nextn.{kind}" for kind in layout.nextn}
+            ours = {f"blk.{{bid}}.{kind}{of}" for kind in kinds for of in ("", "_exps")} | {
+                *layout.beside
+            }
+            ours |= {*gguf_file.NAMES, "rope_freqs", f"blk.{{bid}}.{gguf_file.GATE_UP}_exps"}
+            assert names_in_files(row.gguf) - UNREAD <= ours, row
 
 
 def load(path: Path, metadata: dict, **changes) -> Tokenizer:
