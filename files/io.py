@@ -124,6 +124,7 @@ def parse_jsonl(
     text: str, source: str, check: Callable[[dict], str] = lambda row: ""
 ) -> list[dict]:
     """Parse what `read_jsonl` reads. source: names the file in a message"""
+    text = text.removeprefix("\ufeff")  # as editors on Windows write it
     lines = text.split("\n")
     if text.lstrip().startswith("["):
         lines = [text]
@@ -135,11 +136,12 @@ def parse_jsonl(
             if not isinstance(values, list):
                 values = [values]
             for each in values:
-                fault = check(each) if isinstance(each, dict) else ""
+                is_object = isinstance(each, dict)
+                fault = check(each) if is_object else "it must be a JSON object; correct it"
                 if fault:
                     raise ValueError(f"{where}: {fault}")
             objects += values
-    if not objects or not all(isinstance(each, dict) for each in objects):
+    if not objects:
         raise ValueError(f"{source} must hold one JSON object a line; correct it")
     return objects
 

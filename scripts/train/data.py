@@ -39,7 +39,7 @@ HELD_OUT = 0.05  # of the dialogues
 # ShareGPT writes `from` and `value`, SpecForge, speculators and others `role` and `content`
 FORMS = (
     "texts: `turns` and `answers`, `conversations` or `messages` (of `from` and `value`, or `role` "
-    "and `content`), or `text`"
+    "and `content`), or `text`; `ended` is true or false, `answer_ids` are whole numbers"
 )
 USERS = ("human", "user")
 MODELS = ("gpt", "assistant", "model", "chatgpt", "bing", "bard")
@@ -89,7 +89,7 @@ def read_dialogues(file: Path) -> list[Dialogue]:
     for number, row in enumerate(read_jsonl(file, "--data"), 1):
         try:
             dialogues.append(_dialogue(row))
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, UnicodeEncodeError):
             raise ValueError(f"--data: {file} row {number} must have {FORMS}") from None
     kept = [d for d in dialogues if d.answers and all(d.turns) and all(d.answers)]
     left_out = len(dialogues) - len(kept)
@@ -98,32 +98,51 @@ def read_dialogues(file: Path) -> list[Dialogue]:
 
 
 def _dialogue(row: dict) -> Dialogue:
-    """Read a row. Raises: KeyError or TypeError for another form."""
+    """Read a row. Raises: KeyError, TypeError or UnicodeEncodeError for another form."""
+    row = _held(row)
     if "text" in row:
         return Dialogue([], [_text(row["text"])])
     if "turns" in row:
-        turns = row["turns"]
-        answers = row["answers"]
+        turns = _list_of(object, row["turns"])
+        answers = _list_of(object, row["answers"])
     else:
         turns, answers = _paired(row["messages" if "messages" in row else "conversations"])
     # without white space around answers, which some templates drop and others keep
     pairs = [(_text(turn), _text(answer).strip()) for turn, answer in zip(turns, answers)]
-    ids = row.get("answer_ids") if len(turns) == 1 else None
+    ids = _list_of(int, row["answer_ids"]) if "answer_ids" in row and len(turns) == 1 else None
+    (ended,) = _list_of(bool, [row.get("ended", True)])
     turns = [turn for turn, _ in pairs]
-    return Dialogue(turns, [answer for _, answer in pairs], row.get("ended", True), ids)
+    return Dialogue(turns, [answer for _, answer in pairs], ended, ids)
+
+
+def _held(row: dict) -> dict:
+    """Return a row without what is null: a table's columns that the row does not use."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _list_of(kind: type, values: Any) -> list:
+    """Return a list, whose values are of a kind. Raises: TypeError for another."""
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise TypeError
+    return values
 
 
 def _text(content: str | list[dict]) -> str:
-    """Return a text, or the texts of a message's parts. Raises: TypeError for another kind."""
+    """Return a text, or the texts of a message's parts.
+
+    Raises: TypeError for another kind, UnicodeEncodeError for half a character.
+    """
     if isinstance(content, list):
         return "".join(_text(part["text"]) for part in content)
     if not isinstance(content, str):
         raise TypeError
+    content.encode()
     return content
 
 
 def _paired(messages: list[dict]) -> tuple[list[Any], list[Any]]:
     """Pair user and model, from the first user's message to where the alternation breaks."""
+    messages = list(map(_held, _list_of(dict, messages)))
     speakers = [message["role" if "role" in message else "from"] for message in messages]
     texts = [message["content" if "content" in message else "value"] for message in messages]
     start = next((i for i, name in enumerate(speakers) if name in USERS), len(speakers))
@@ -147,7 +166,8 @@ def marked_tokens(
     """
     turns, answers, ended, written = dialogue
     if written:  # the target does not always choose the tokens that its tokenizer would
-        if tokenizer.decode(written).strip() != answers[0]:
+        known = min(written) >= 0 and max(written) < tokenizer.vocab_size
+        if not known or tokenizer.decode(written).strip() != answers[0]:
             wrong = f"--data: answer_ids are not the tokens of the answer {answers[0][:40]!r}"
             raise ValueError(f"{wrong}; was it another --checkpoint that wrote them?")
         prompt = template.encode(tokenizer, turns, [])

@@ -220,7 +220,14 @@ FORMS = [  # a row, and its turns and answers; None: it is left out; "": it is r
     ({"conversations": said(("human", "first"), ("human", "second"), ("gpt", "whose answer?"))}, None),
     ({"conversations": said(("human", "q"), ("tool", "a"))}, None),
     ({"conversations": []}, None),
+    # rows of a table that has the columns of several forms
+    ({"text": None, "messages": None, "conversations": said(("human", "q"), ("gpt", "a"))}, (["q"], ["a"])),
+    ({"conversations": [each | {"role": None, "content": None} for each in said(("human", "q"), ("gpt", "a"))]}, (["q"], ["a"])),
     ({"question": "c"}, ""),
+    ({"turns": "ab", "answers": "cd"}, ""),
+    ({"turns": ["q"], "answers": ["a"], "ended": "no"}, ""),
+    ({"turns": ["q"], "answers": ["a"], "answer_ids": [1.5]}, ""),
+    ({"text": "\ud800"}, ""),
     ({"turns": ["q"], "answers": [None]}, ""),
     ({"text": 5}, ""),
     ({"conversations": said(("human", "a"), ("gpt", 5))}, ""),
@@ -243,6 +250,9 @@ def test_every_form_of_a_row(tmp_path, capsys):
             data.read_dialogues(lines)
     with pytest.raises(ValueError, match="cannot read"):
         data.read_dialogues(tmp_path / "none")
+    lines.write_text(f"\ufeff{json.dumps(good[0])}\nnull\n")
+    with pytest.raises(ValueError, match="line 2: it must be a JSON object"):
+        data.read_dialogues(lines)
     lines.write_text(json.dumps(good[0]))
     with pytest.raises(ValueError, match="--data: one dialogue is held out"):
         data.read_data(TrainConfig(data=str(lines)))
