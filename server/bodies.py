@@ -201,6 +201,16 @@ class Call(Model):
     id: str
     function: Called
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_function(cls, value: Any) -> Any:
+        """Return the call of a custom tool as that of a function, whose argument is its text."""
+        custom = value.get("custom") if isinstance(value, dict) else None
+        if not isinstance(custom, dict):
+            return value
+        called = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        return value | {"function": called}
+
     @property
     def as_taken(self) -> dict:
         """The call as templates take it."""
@@ -214,6 +224,7 @@ class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text = ""
     reasoning_content: Text = ""
+    refusal: Text = ""
     tool_calls: list[Call] = []
     tool_call_id: str = ""
 
@@ -228,7 +239,7 @@ class Message(Model):
     @property
     def as_taken(self) -> dict:
         """The message as templates take it, with all its further fields."""
-        given = self.model_dump(exclude_unset=True) | {"content": self.content}
+        given = self.model_dump(exclude_unset=True) | {"content": self.content or self.refusal}
         given.pop("tool_calls", None)
         if self.role == "developer":
             given["role"] = "system"

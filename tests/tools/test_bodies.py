@@ -102,6 +102,10 @@ PROMPTS = [  # the fields of a request; the messages and variables that the temp
     ({"messages": [*({"role": role, "content": role} for role in ("system", "developer")), USER]}, [{"role": "system", "content": "system\n\ndeveloper"}, USER], {}),
     # parts of a message, a refusal among them; fields that hold nothing, as the official client sends them
     ({"messages": [USER, NOON | {"content": [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": "on."}]}, USER]}, [USER, NOON, USER], {}),
+    ({"messages": [USER, NOON | {"content": None, "refusal": "Noon."}, USER]}, [USER, NOON | {"content": "Noon.", "refusal": "Noon."}, USER], {}),
+    # the call of a custom tool
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "now", "input": "a"}}]}, RESULT]},
+     [USER, calls({"input": "a"}), RESULT | {"name": "now"}], {}),
     ({"messages": [USER, OFFICIAL, USER]}, [USER, NOON, USER], {}), ({"messages": [USER, SUN, USER]}, [USER, SUN | {"content": ""}, USER], {}),
     *[({"messages": [USER, NOON | {"tool_calls": none}, USER]}, [USER, NOON, USER], {}) for none in ([], None)],
     # calls without arguments
