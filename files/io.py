@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from options import PREFIX, ROOT, cache_folder, one_line
+from options import PREFIX, ROOT, cache_folder, one_line, require
 
 LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 TEMPORARY = ".gpt-eagle-tmp"  # suffix of a file's name while it is written
@@ -91,9 +91,10 @@ def parse_json(text: str, where: Any) -> Any:
 def read_json(path: Path) -> dict:
     """Read one JSON object. Raises: ValueError with the path when it is missing or broken."""
     check_directory(path.parent)
+    if (path.parent / "adapter_config.json").is_file():  # a merged model may have kept it
+        weights = [*path.parent.glob("model*"), *path.parent.glob("pytorch_model*")]
+        require(weights, f"{path.parent} {ADAPTER}")
     if not path.is_file():
-        if (path.parent / "adapter_config.json").is_file():
-            raise ValueError(f"{path.parent} {ADAPTER}")
         remedy = "a Hugging Face model directory is expected"
         models = gguf_files(path.parent)
         if models:

@@ -167,7 +167,9 @@ def test_pointers_of_git_lfs_are_named(tmp_path, name):
         read(path / name if name.endswith(".gguf") else path)
 
 
-def test_an_adapter_is_named(tmp_path):
+@pytest.mark.parametrize("beside", ["adapter_model.safetensors", "config.json"])
+def test_an_adapter_is_named(tmp_path, beside):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / beside).write_text("{}")
     with pytest.raises(ValueError, match="is an adapter .LoRA. and no model; merge it"):
         load_model(tmp_path)
