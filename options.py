@@ -295,7 +295,7 @@ def one_line(message: Any, most: int = 1000) -> str:
 
 def fail(program: str, message: str) -> NoReturn:
     """End the program on a user's mistake: one line, exit status 2."""
-    print(f"{program}: {one_line(message)}", file=sys.stderr)
+    print(f"{'gpt-eagle' if PREFIX else program}: {one_line(message)}", file=sys.stderr)
     sys.exit(2)
 
 

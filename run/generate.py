@@ -38,7 +38,7 @@ from run.prompts import (
 )
 from run.scheduler import Piece, Request, Scheduler, truncation_note
 from run.start import Command, read_command
-from run.stats import Stats, environment, share_of_equal, stats_line, summary
+from run.stats import Stats, environment, share_of_equal, stats_line, summary, told
 
 
 @dataclass(frozen=True)
@@ -403,6 +403,9 @@ def main_loop(engine: Engine, prompts: list[Conversation]) -> None:
     if screen.live:
         print()
     cut = truncation_notes(engine, result)
+    if config.compare:  # what a figure needs to be quoted
+        made_on = {"model": Path(config.checkpoint).name} | environment(engine.device.type)
+        print(told(made_on), file=sys.stderr)
     print(stats_line(result.stats, cut, " (--compare measures it)"), file=sys.stderr)
     write_files(engine, result, profiler)
     for turn in batch.entries:

@@ -27,6 +27,7 @@ PROGRAMS = {
     "export": ("scripts.export_head",),
     "datastore": ("scripts.build_datastore",),
     "measure": ("scripts.measure",),
+    "bench": ("scripts.measure", "bench"),
 }
 USAGE = f"""usage: gpt-eagle "a question" [flags of generate]
        gpt-eagle PROGRAM [flags]

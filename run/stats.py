@@ -7,16 +7,22 @@ compares the needs of a session with the memory that is free.
 from __future__ import annotations
 
 import platform
+import re
+import subprocess
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from files.memory import check_memory, free_bytes
 from files.rank import this_rank
+from options import ROOT
 from reference import row_width
 from run.methods import source_of, told_sources
+from run.parsing import VERSION
 from steps import Rotate
 
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
@@ -212,17 +218,46 @@ def _most_used(table: list[dict[str, Any]]) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return the versions and the machine that a measurement depends on."""
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name()
-    else:
-        name = platform.processor() or platform.machine()
+    """Return the machine, the versions and the day that a measurement depends on."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": name,
         "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "date": date.today().isoformat(),
     }
+
+
+def told(facts: dict[str, Any]) -> str:
+    """Return facts on one line, those that are empty left out."""
+    return ", ".join(
+        f"{key} {value}" for key, value in facts.items() if value not in ("", None, False)
+    )
+
+
+def _commit() -> str:
+    """Return the commit of a clone, the version of an installed package."""
+    if not (ROOT / ".git").exists():
+        return VERSION
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found = ""
+    return found or "unknown"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    values = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
+    if "model name" not in values:
+        return platform.processor() or platform.machine()
+    # clouds leave these numbers out of the name
+    numbers = [f"{key} {values[key]}" for key in ("cpu family", "model") if key in values]
+    return " ".join([values["model name"], *numbers])
 
 
 # ---------------------------------------------------------------------- memory

@@ -3,6 +3,7 @@
     python scripts/measure.py WHAT [options]
     python scripts/measure.py WHAT --help
 
+bench     one table of a model's tokens per second, beside llama.cpp
 speed     tokens per second, speedup and tau of ways to draft, and of other runtimes, by task
 fidelity  what each weight format loses: KL, perplexity, right answers
 passes    passes of a whole model over some rows

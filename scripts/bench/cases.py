@@ -107,10 +107,10 @@ class SpeedOptions(Timed):
 
     A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any
     option of generate.py: `eagle:dynamic:topk:tree_size=30`. `all` are those whose files are at
-    hand; the fastest of them is recommended, with its command. Other runtimes: transformers,
-    llama.cpp:FORMAT on GGUF files of the same weights (`file` is the
-    checkpoint itself), with :lookup2 behind it; and with random weights in the shape of LLaMA-2 7B
-    transformers:7b and gpt-fast:int4, with the files of brought/gpt-fast.
+    hand; the fastest of them is recommended, with its command. `auto` drafts as a command does
+    without --draft. Other runtimes: transformers, llama.cpp:FORMAT on GGUF files of the same
+    weights (`file` is the checkpoint itself), with :lookup2 behind it; and with random weights in
+    the shape of LLaMA-2 7B transformers:7b and gpt-fast:int4, with the files of brought/gpt-fast.
     """
 
     checkpoint: str = option(DEFAULT, "the target: a Hugging Face directory or a GGUF file")
@@ -187,6 +187,31 @@ def shown_path(path: str) -> str:
     if path and Path(path).resolve().is_relative_to(ROOT):
         return str(Path(path).resolve().relative_to(ROOT))
     return path
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """One table of a model's tokens per second: without a draft, by default, and in llama.cpp.
+
+    They are means over a prompt each of gsm8k, humaneval and mt_bench, greedily, all in turn.
+    llama.cpp decodes the same file, or one of the same weights in as many bits, if its package
+    is here.
+    """
+
+    checkpoint: str = option(DEFAULT, "a Hugging Face directory, a GGUF file or a name", bare=True)
+    quant: str = option("none", "round the weights while loading", QUANTS)
+    dtype: str = option("", "default: the checkpoint's", DTYPES)
+    limit: int = option(1, "prompts of each task", least=1)
+    max_new_tokens: int = option(128, "tokens of an answer", least=2)
+    threads: int = option(0, "CPU threads of everybody; 0 leaves torch's default", least=0)
+    json: str = option("", "add the rows to this JSON list, which `bars` reads")
+
+    @property
+    def peer(self) -> str:
+        """The contestant of llama.cpp with the nearest weights."""
+        stays = is_gguf(Path(self.checkpoint)) and not self.dtype
+        forms = {"none": "file" if stays else "f16", "int8": "q8_0", "int4": "q4_0"}
+        return f"llama.cpp:{forms[self.quant]}"
 
 
 @dataclass(frozen=True)
@@ -282,12 +307,7 @@ class RaceOptions(Options):
     rounds: int = option(5, "runs of each side, in turn", least=1)
     json: str = option("", "where to write the recorded times")
     recorded: str = option("", "recorded times to draw, instead of new ones")
-    out: str = option("", "picture to write, an SVG")
-
-    def check(self) -> None:
-        """Check the options. Raises: ValueError."""
-        require(bool(self.out or self.json), "name a picture with --out, or times with --json")
-        super().check()
+    out: str = option("race.svg", "picture to write, an SVG")
 
 
 @dataclass(frozen=True)
@@ -323,6 +343,7 @@ class PlansOptions(Options):
 # the options of every case, and its function
 CASES: dict[str, tuple[type, str]] = {
     "speed": (SpeedOptions, "speed:run"),
+    "bench": (BenchOptions, "speed:bench"),
     "fidelity": (FidelityOptions, "fidelity:run"),
     "passes": (PassesOptions, "passes:run"),
     "linear": (LinearOptions, "operators:linear"),

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from datetime import date
 from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,32 +205,13 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return the machine and versions: `stats.environment`, CPU model, commit and date."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        commit = ""
+    """Return `stats.environment`, the unit of AMX tiles, and whether definitions run."""
     named = {}
-    if not device.startswith("cuda"):
-        named["device"] = _cpu_name()
-        if tiles_in_use() != "none":
-            named["tiles"] = tiles_in_use()
+    if not device.startswith("cuda") and tiles_in_use() != "none":
+        named["tiles"] = tiles_in_use()
     if is_plain():
         named["plain"] = "all"
-    when = {"commit": commit or "unknown", "date": date.today().isoformat()}
-    return stats.environment(device) | named | when
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    values = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
-    if "model name" not in values:
-        return platform.processor() or platform.machine()
-    # clouds leave these numbers out of the name
-    numbers = [f"{key} {values[key]}" for key in ("cpu family", "model") if key in values]
-    return " ".join([values["model name"], *numbers])
+    return stats.environment(device) | named
 
 
 # ---------------------------------------------------------------------------------- rows and tables
@@ -279,7 +257,7 @@ class Report:
             torch.set_num_threads(threads)
         self.log = Log(json, "--json")
         self.facts = {"environment": environment(device)} | further
-        print(", ".join(f"{key} {value}" for key, value in self.facts["environment"].items()))
+        print(stats.told(self.facts["environment"]))
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Append rows to the file."""

@@ -1,8 +1,8 @@
 """Our ways to decode, as texts: which ones there are, and the options that they stand for.
 
-A method is a drafter, then after colons a tree, a way to pick children, `residual`, or any option
-of generate.py. What generate.py would refuse is refused here. Of a head, a draft model or a
-datastore, the methods are those of its kind.
+A method is a drafter, or `auto` for that of a command without --draft, then after colons a tree, a
+way to pick children, `residual`, or any option of generate.py. What generate.py would refuse is
+refused here. Of a head, a draft model or a datastore, the methods are those of its kind.
 Not here: other runtimes (contestants.py).
 """
 
@@ -29,6 +29,7 @@ from scripts.bench.cases import SpeedOptions
 CHAIN = "chain:tree_depth=3"  # of every trained drafter: the same levels
 OF_MODEL = f"model:{CHAIN}"
 OF_FILES = ("model", "eagle+ngram", "rest")  # beside the kinds of heads
+DEFAULT_DRAFT = "auto"  # the method of a command without --draft
 
 
 class Setting(NamedTuple):
@@ -126,7 +127,7 @@ def method_config(method: str, setting: Setting, config: SpeedOptions) -> Genera
         "device": config.device,
         "dtype": config.dtype,
         "max_new_tokens": config.max_new_tokens,
-        "draft": draft,
+        "draft": "" if draft == DEFAULT_DRAFT else draft,
         "temperature": setting.temperature,
         "batch_size": setting.batch_size,
         "quant": setting.quant,
@@ -135,7 +136,7 @@ def method_config(method: str, setting: Setting, config: SpeedOptions) -> Genera
     }
     named = any(piece.startswith("head=") for piece in pieces)
     kind = draft.removesuffix("+ngram")
-    if config.head and not named and kind == head_kind(Path(config.head)):
+    if config.head and not named and kind in (DEFAULT_DRAFT, head_kind(Path(config.head))):
         values["head"] = config.head
     texts = [one if "=" in one else f"{one}=true" for one in config.options.split(",") if one]
     texts += [piece if "=" in piece else named_piece(method, piece) for piece in pieces]

@@ -20,7 +20,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -32,6 +31,7 @@ from options import require
 from run.engine import Engine
 from run.library import stream
 from run.load import load, without_draft
+from run.stats import told
 from scripts.bench.cases import BarsOptions, RaceOptions, is_peer
 from scripts.bench.common import Log, environment, grouped, in_turn, markdown
 
@@ -100,7 +100,7 @@ def of_log(row: dict[str, Any]) -> SpeedRow:
     shape = re.search(r"(?:inflate|random)=([^,]+)", row["config"]["options"])
     drafts = "no draft" if method == "none" else method
     found = {
-        "model": shape[1] if shape else Path(row["config"]["checkpoint"]).name,
+        "model": f"random {shape[1]}" if shape else Path(row["config"]["checkpoint"]).name,
         "format": row["quant"],
         "engine": method if is_peer(method) else f"{OURS}, {drafts}",
         "machine": row["environment"]["device"],
@@ -121,6 +121,20 @@ def read_rows(path: Path) -> list[SpeedRow]:
 def mean_rate(rows: list[SpeedRow]) -> float:
     """Return the mean of the rates, in tokens per second."""
     return statistics.mean(row["tokens_per_s"] for row in rows)
+
+
+def means(rows: list[SpeedRow]) -> list[SpeedRow]:
+    """Return a row in place of those of several tasks: means of rates, of tau and of shares."""
+    merged = []
+    for _, group in grouped(rows, *GROUP, "engine").items():
+        measured = ("tokens_per_s", "tau", "identical")
+        of_all = {
+            name: statistics.mean(row[name] for row in group)
+            for name in measured
+            if all(name in row for row in group)
+        }
+        merged.append({name: group[0][name] for name in group[0] if name != "task"} | of_all)
+    return merged
 
 
 def bars_picture(rows: list[SpeedRow]) -> str:
@@ -229,14 +243,11 @@ def record(config: RaceOptions) -> dict[str, Any]:
     taken = in_turn(runs, config.rounds, "race")
     sides = [sorted(done, key=lambda side: side.seconds)[len(done) // 2] for done in taken.values()]
     require(sides[0].text == sides[1].text, "the two texts differ")
-    made_on = environment(engine.option("device"))
     return {
         "prompt": config.prompt,
         "checkpoint": Path(config.checkpoint).name,
-        "machine": made_on["device"],
-        "date": date.today().isoformat(),
         "rounds": config.rounds,
-        "environment": made_on,
+        "environment": environment(engine.option("device")),
         "sides": [side._asdict() for side in sides],
     }
 
@@ -313,7 +324,8 @@ def race_picture(race: dict[str, Any]) -> str:
             hidden = hidden_until(slower * seconds)
             parts.append(f"<text {at} {length}>{html.escape(text)}{hidden}</text>")
     slowed = f"played {slower} times slower; " if slower > 1 else ""
-    made = f"{slowed}one text; {race['checkpoint']}; {race['machine']}; {race['date']}"
+    on = race["environment"]
+    made = f"{slowed}one text; {race['checkpoint']}; {on['device']}; {on['date']}, {on['commit']}"
     parts.append(f'<text x="{EDGE}" y="{height - EDGE}" class="small">{html.escape(made)}</text>')
     return svg(width, height, parts)
 
@@ -328,5 +340,6 @@ def race(config: RaceOptions) -> None:
         write_text(config.json, json.dumps(recorded, indent=1))
     if config.out:
         write_text(config.out, race_picture(recorded))
+    print(told({"model": recorded["checkpoint"]} | recorded["environment"]))
     for title, side in zip(TITLES, recorded["sides"]):
         print(f"{title}: {side['tokens']} tokens, {Side(**side).result}")

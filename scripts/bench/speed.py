@@ -17,12 +17,14 @@ Not here: who decodes (contestants.py, methods.py), and the meaning of the numbe
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import statistics
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,17 +33,26 @@ import torch
 from tqdm import tqdm
 
 from files.fetch import with_files
-from options import require
+from files.io import write_text
+from files.texts import template_name
+from options import log_note, require
 from run.engine import Engine
 from run.generate import encode
 from run.load import load
 from run.methods import head_kinds
 from run.options import GenerateConfig, pick_device
-from run.stats import Stats, peak_memory_bytes
-from scripts.bench.cases import SpeedOptions, is_peer
+from run.stats import Stats, peak_memory_bytes, told
+from scripts.bench.cases import BenchOptions, SpeedOptions, check_peer, is_peer
 from scripts.bench.common import Log, Series, environment, pass_bytes, read_bandwidth
 from scripts.bench.contestants import Contestant, Outcome, Peers, Run, ours, with_config
-from scripts.bench.methods import Setting, command, method_config, methods_of
+from scripts.bench.methods import (
+    DEFAULT_DRAFT,
+    Setting,
+    command,
+    method_config,
+    methods_of,
+)
+from scripts.bench.pictures import means, of_log, read_rows, table
 from scripts.bench.table import write_report
 from scripts.bench.tasks import conversations
 
@@ -256,7 +267,7 @@ class Bench:
         machine = environment(config.device)
         ceiling = read_bandwidth(config.device, CEILING_RUNS)
         self.ceiling = ceiling.median
-        print(", ".join(f"{key} {value}" for key, value in machine.items()))
+        print(told(machine))
         print(f"read bandwidth {ceiling.text(1, 1e-9)} GB/s: the ceiling", flush=True)
         facts = {"config": config.fixed, "environment": machine, "ceiling_bytes_per_s": ceiling}
         target = None
@@ -345,6 +356,36 @@ def with_names_fetched(config: SpeedOptions) -> SpeedOptions:
     """Return options that name files where they name models, and the published head of one."""
     named = with_files(GenerateConfig(checkpoint=config.checkpoint, head=config.head))
     return replace(config, checkpoint=named.checkpoint, head=named.head)
+
+
+def bench(config: BenchOptions) -> None:
+    """Measure a model's rates and print their table. Writes: the file of --json, if one is named.
+
+    Raises: ValueError, also where a contestant failed.
+    """
+    named = with_files(GenerateConfig(checkpoint=config.checkpoint))
+    config = replace(config, checkpoint=named.checkpoint)
+    methods = ["none", DEFAULT_DRAFT]
+    try:
+        check_peer(config.peer)
+        methods.insert(0, config.peer)
+    except ValueError as error:
+        log_note(f"without llama.cpp: {error}", logging.INFO)
+    options = {name: value for name, value in asdict(config).items() if name != "json"}
+    chat = template_name(Path(config.checkpoint), named)
+    rows = measure(SpeedOptions(**options, head=named.head, chat=chat, methods=",".join(methods)))
+    form = config.dtype or "its bits"
+    if config.quant != "none":
+        form = config.quant
+    made = []
+    for row in means([of_log(row) for row in rows]):
+        engine = row["engine"].partition(":")[0]  # of llama.cpp each format is one column
+        made.append(row | {"format": form, "engine": engine})
+    if config.json:
+        file = Path(config.json)
+        known = read_rows(file) if file.is_file() else []
+        write_text(config.json, json.dumps(known + made, indent=1))
+    print(table(made))
 
 
 def recommended(config: SpeedOptions, rows: list[dict]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from run.stats import explain
+from run.stats import explain, told
 from scripts.bench.cases import is_peer
 from scripts.bench.common import Series, grouped, markdown
 
@@ -21,7 +21,7 @@ COLUMNS = (
     "rest", "of ceiling", "identical", "repeated 8-grams", "prompts",
 )  # fmt: skip
 SUMS = ("tokens", "cycles", "decode_s", "draft_s", "verify_s")  # that explain a speedup
-BRIEF = (  # columns of the final JSON
+BRIEF = (  # columns that the training.json of a head keeps
     "task", "method", "quant", "temperature", "batch_size", "tau", "tau_error", "tokens_per_s",
     "speedup",
 )  # fmt: skip
@@ -32,10 +32,7 @@ def tables(rows: list[dict]) -> Iterator[str]:
     for machine in {json.dumps(row["environment"] | row["config"]): row for row in rows}.values():
         ceiling = {"read bandwidth": f"{machine['ceiling_bytes_per_s'][0] / 1e9:.1f} GB/s"}
         # both may name the device; the processor's name says more
-        values = machine["config"] | machine["environment"] | ceiling
-        yield ", ".join(
-            f"{name} {value}" for name, value in values.items() if value not in ("", None, False)
-        )
+        yield told(machine["config"] | machine["environment"] | ceiling)
     for (quant, t, size), mine in grouped(rows, "quant", "temperature", "batch_size").items():
         yield f"\n### T = {t:g}, B = {size}, quantization {quant}\n"
         yield from panel(mine)
@@ -110,7 +107,7 @@ def spread(row: dict, name: str, digits: int) -> str:
 
 
 def write_report(rows: list[dict], further: str = "") -> None:
-    """Print the tables, further lines, and, last, one JSON object.
+    """Print the tables and further lines.
 
     Raises: ValueError when nothing was measured.
     """
@@ -118,5 +115,4 @@ def write_report(rows: list[dict], further: str = "") -> None:
         raise ValueError("the log holds no measurement; run measure.py speed with --json first")
     print("\n".join(tables(rows)))
     if further:
-        print(f"\n{further}\n")
-    print(json.dumps({"rows": [{name: row[name] for name in BRIEF} for row in rows]}))
+        print(f"\n{further}")

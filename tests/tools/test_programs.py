@@ -51,7 +51,7 @@ MEASURE = [
     (f"fidelity --checkpoint {DEMO} --text nowhere.txt", "--text: cannot read nowhere.txt (FileNotFoundError)"), (f"fidelity --checkpoint {DEMO} --text F/short.txt", "short.txt has 2 tokens; give it 200 or more"),
     (f"fidelity --checkpoint {DEMO} --also {TARGETS[1]}", "has 97 tokens and checkpoints/demo has 4096; name a copy of it"), ("passes --rows 1,x", "--rows must be different whole numbers from 1 on, as 1,4; it is '1,x'"),
     ("linear --units none,all", "--units must be among none, hardware, emulation; 'all' is not"), ("linear --shapes 64x576 --kinds Q4_1,Q4_K", "--kinds Q4_K needs inputs in multiples of 256; --shapes has 64x576"),
-    ("race", "name a picture with --out, or times with --json"), ("race --recorded F/short.txt --out F/race.svg", "name what --json wrote"),
+    ("race --recorded F/short.txt --out F/race.svg", "name what --json wrote"),
     (f"race --checkpoint {DEMO} --out F/race.svg", "checkpoints/demo has no chat template; name another"), ("start --lengths 5,x", "--lengths must be different whole numbers"),
     ("attention", "no CUDA device; run it on one that has"), ("plans --out nowhere/x.json", "--out: cannot write nowhere/x.json"),
 ]  # fmt: skip
