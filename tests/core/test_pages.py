@@ -1,4 +1,4 @@
-"""Commands in the pages: the program of each reads it by its own parser, and nothing runs.
+"""Commands in the pages: the program of each reads it by its own parser; those of README run, shortened.
 
 A page may write a path or a name as a word in capitals (DIR, HEAD, FILE.gguf); only values that a
 parser checks have to be real. Lines that continue, variables of the same page (`$train --steps 9`),
@@ -8,6 +8,7 @@ the first round of a loop and several commands in one line are read as a shell w
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import shlex
 import sys
@@ -18,12 +19,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import run.generate
+import run.load
 import run.parsing
 import run.quantize
 from helpers import FOLDERS as SOURCES
-from run.options import ROOT, GenerateConfig
+from helpers import record
+from run.options import DEFAULT, ROOT, GenerateConfig
 from run.start import read_command
+from scripts.bench import speed as bench
 from scripts.bench.cases import is_peer
+from scripts.bench.common import Series
 from scripts.bench.methods import Setting, method_config
 
 CODE = (".py", ".sh", ".cpp", ".h")
@@ -201,3 +207,58 @@ def test_pages_have_commands():
     """The search for them finds what it is to find, so that the test above is not empty."""
     found = {command.words[0] for command in commands()}
     assert {"generate.py", "quantize.py", "scripts/measure.py", "scripts/serve.py"} <= found
+
+
+# ------------------------------------------------------------------------------ README's commands, run
+
+SHORT = {  # flags behind a command of README, by the program and its first word
+    "generate.py": "--max_new_tokens 6", "scripts/measure.py race": "--max_new_tokens 4 --rounds 1 --out F/race.svg",
+    "scripts/measure.py bench": "--max_new_tokens 3", "scripts/measure.py speed": "--max_new_tokens 3 --limit 1 --methods none,auto",
+}  # fmt: skip
+# these run elsewhere: on a GPU; from a hub (test_hub.py); as a server (test_serve.py)
+ELSEWHERE = ("scripts/gpu/call.sh", "Qwen/Qwen3-8B", "scripts/serve.py")
+NAMED = {"DIR": DEFAULT, "FILE.gguf": DEFAULT, "HEAD": f"{DEFAULT.removesuffix('.gguf')}-eagle"}
+READ = [
+    c
+    for c in commands()
+    if c.page == "README.md" and not {*c.words} & {*ELSEWHERE} and len(c.words) > 1
+]
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("command", READ, ids=str)
+def test_a_command_of_readme_runs(command, smollm2, tmp_path, monkeypatch, capsys):
+    """It loads the default model, as README says, and a table or a picture names it."""
+    prompts = tmp_path / "FILE.txt"
+    prompts.write_text("Why is the sky blue?")
+    program, *words = ((NAMED | {"FILE": str(prompts)}).get(word, word) for word in command.words)
+    short = SHORT[program if program in SHORT else f"{program} {words[0]}"].replace(
+        "F/", f"{tmp_path}/"
+    )
+    monkeypatch.setattr(sys, "argv", [program, *words, *short.split()])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
+    monkeypatch.setattr(bench, "read_bandwidth", lambda device, runs: Series.of([1e10]))
+    loaded = record(monkeypatch, run.load, "load_model")
+    main = run.generate.main if program == "generate.py" else module_of(program).main
+    main()
+    assert [call.args[0] for call in loaded] == [smollm2]
+    said = capsys.readouterr()
+    assert said.out.strip()
+    if "--compare" in words or program != "generate.py":
+        assert smollm2.name in said.out + said.err
+        assert re.search(r"device \w.*commit \w.*date 20", said.out + said.err)
+
+
+@pytest.mark.smollm2
+def test_the_loop_of_readme_prints_one_text(smollm2, capsys):
+    """Whatever drafts."""
+    (loop,) = re.findall(
+        r"for D in (.*?); do\n(.*?)\ndone", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    texts = set()
+    for draft in loop[0].split():
+        words = shlex.split(loop[1].replace("$D", draft))
+        run.generate.main([*words[2:], "--max_new_tokens", "12"])
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1 and len(loop[0].split()) == 4
