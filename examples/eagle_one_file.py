@@ -507,12 +507,14 @@ def main(argv: list[str] | None = None) -> None:
     new = sum(paths, [])
     as_ids = options.prompt_ids and not options.prompt
     print(",".join(map(str, new)) if as_ids else shaded(prompt, paths, decode))
-    told = f"{len(new)} tokens, {rate:.1f} tokens/s, tau {len(new) / len(paths):.2f}"
+    tau = len(new) / len(paths)
+    told = f"{len(new)} tokens, {rate:.1f} tokens/s, tau {tau:.2f}"
     if options.head:
         engine.drop_head()
         plain, plain_rate = timed(engine, prompt, options)
         same = "the same tokens" if sum(plain, []) == new else "other tokens: try --dtype float32"
-        told += f"; without the head {plain_rate:.1f} tokens/s, {same}"
+        cycle = f"a cycle takes {tau * plain_rate / rate:.1f} such passes"
+        told += f"; without the head {plain_rate:.1f} tokens/s, {same}; {cycle}"
     print(told, file=sys.stderr)
 
 

@@ -204,7 +204,8 @@ def lfs_fault(file: Path) -> str:
 def check_directory(path: Path) -> None:
     """Check that a model directory exists. Raises: ValueError when it does not, or is a file."""
     if path.is_file():
-        raise ValueError(f"{path} is a file; name a Hugging Face directory or a GGUF file")
+        remedy = "name the Hugging Face directory that it comes from, unconverted, or a GGUF file"
+        raise ValueError(f"{path} is a file; {remedy}")
     if not path.is_dir():
         raise ValueError(
             f"no such directory: {path}; a model of a hub is named hf:OWNER/NAME, one of ollama "

@@ -39,7 +39,10 @@ from options import option as option
 from run.methods import OUTSIDE
 
 VERSION = "0.1.0"  # pyproject.toml reads it here
-OF_GPT_FAST = {"--speculate_k": "--tree chain:K", "--mode": "--quant"}
+OF_GPT_FAST = {
+    "--speculate_k": "--draft model --draft_checkpoint DIR --tree chain:K",
+    "--mode": "--quant",
+}
 SEVERAL = "tuple[str, ...]"  # the type of an option that may be given several times
 # of requirements.txt
 PACKAGES = (

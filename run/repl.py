@@ -38,7 +38,7 @@ from run.options import GenerateConfig
 from run.parsing import did_you_mean, read_settings
 from run.prompts import OF_A_CALL, answer_room, check_ids, for_one_answer
 from run.scheduler import Request, Scheduler, truncation_note
-from run.stats import stats_line, summary
+from run.stats import LOOP, repeated, stats_line, summary
 from run.terminal import printer
 
 if TYPE_CHECKING:  # prompt_toolkit is imported only where there is a terminal
@@ -56,6 +56,7 @@ COMMANDS = {
     "load": "/load FILE goes on with it",
     "bye": "end the conversation, as Ctrl-D",
 }
+LOOPS = "it repeats itself; /set repetition_penalty 1.1 ends most loops"
 OTHER_NAMES = {"exit": "bye", "quit": "bye"}
 WITH_FILE = ("save", "load")
 WITH_TEXT = ("set", "system", *WITH_FILE)  # the others are turns where a text is behind them
@@ -167,7 +168,10 @@ class Chat:
             say(f"[{cut}]")
         self.answers.append(request.text)
         stats = summary(self.engine, self.scheduler.take_stats())
-        say(f"[{stats_line(stats)}]")
+        loops = repeated(request.tokens) > LOOP
+        if loops:  # drafts of a loop are always right
+            stats["estimate"] = None
+        say(f"[{stats_line(stats, LOOPS if loops else '')}]")
 
     def _answer(self, request: Request) -> None:
         """Print an answer as it is decided."""

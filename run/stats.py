@@ -28,6 +28,7 @@ from steps import Rotate
 CHEAP_CYCLE = 1.25  # vanilla passes; below, a free draft would gain less than a quarter
 LEAST_VERIFY = 0.95  # vanilla passes; a pass over more rows costs no less, but for noise
 LEAST_TOKENS = 50  # that an estimate of the speedup needs
+LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
 
 
 @dataclass
@@ -62,6 +63,12 @@ def share_of_equal(expected: Any, result: Any) -> float:
     drafted = dict(zip(result.index, result.tokens, strict=True))
     turns = vanilla.keys() | drafted.keys()
     return sum(vanilla.get(turn) == drafted.get(turn) for turn in turns) / len(turns)
+
+
+def repeated(tokens: list[int], n: int = 8) -> float:
+    """Return the share of n-grams that have occurred before in the same output."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 # ---------------------------------------------------------------------- reports

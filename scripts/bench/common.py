@@ -147,12 +147,6 @@ def times_by_rows(
             print(f"\n{title}, {what}\n\n{pivot('', cells)}", flush=True)
 
 
-def repeated(tokens: list[int], n: int = 8) -> float:
-    """Return the share of n-grams that have occurred before in the same output."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
 # ------------------------------------------------------------------------------------------ machine
 
 

@@ -33,10 +33,10 @@ from run.engine import Engine
 from run.generate import Batch, encode
 from run.load import with_draft
 from run.options import GenerateConfig
-from run.stats import Stats
+from run.stats import Stats, repeated
 from run.warm_up import warm_up
 from scripts.bench.cases import GPT_FAST_FOLDER, LOOKUP, SpeedOptions
-from scripts.bench.common import repeated, seconds_of
+from scripts.bench.common import seconds_of
 from scripts.bench.llama_peer import LlamaCpp, decode, gguf_of, lookup
 
 PREFILL_ROWS = 512  # tokens of a pass of llama.cpp

@@ -33,7 +33,8 @@ from run.generate import text_of
 from run.load import load
 from run.options import ROOT, GenerateConfig
 from run.scheduler import Request, Scheduler
-from scripts.bench.common import Log, repeated
+from run.stats import LOOP, repeated
+from scripts.bench.common import Log
 from scripts.train import prompts
 from scripts.train.answer_servers import WRONG, AnswerServers
 from scripts.train.data import hashed
@@ -48,7 +49,6 @@ SEED = 0  # of the sampling noise and of the order
 OWN_TOKENS = 128  # longest prompt that the model writes; a longer one is dropped
 LOOP_TOKENS = 64  # of the end of an answer, said once more: it is cut
 LOOKS = 32  # tokens between two looks for that
-LOOP = 0.5  # share of an answer's 8-grams that occurred before in it; more is a loop
 TOKENS_OF_A_WORD = 2  # of long texts
 MOST_WRONG = 20  # wrong answers of servers in a row, which end the run
 
