@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import verified
 from drafters import RootOnly
 from families import (
     FAMILIES,
@@ -30,6 +31,7 @@ from files.weights import export_weights, load_model
 from helpers import decode, engine_for, slow
 from model import weight_names
 from quantize import FORMATS, Linear, Quantization
+from run.options import ROOT
 from run.tp import check_parts
 from tiny_models import (
     GREEDY,
@@ -48,6 +50,15 @@ from tiny_models import (
 def each(field: str, names=FAMILIES) -> list[tuple]:
     """The families' names and the entries of a field, a row each; of a case or another name its key."""
     return [(name, entry) for name in names for entry in getattr(FAMILIES[name], field)]
+
+
+def test_the_page_says_what_is_compared():
+    """docs/VERIFIED.md has a row for each family, and names tests that are there; its maker's header says how to write it."""
+    assert verified.SERVED.keys() == FAMILIES.keys(), (
+        "a family needs a row of SERVED in tests/cases/verified.py"
+    )
+    assert verified.missing_tests() == []
+    assert (ROOT / "docs/VERIFIED.md").read_text(encoding="utf-8") == verified.page()
 
 
 # -------------------------------------------------------------------------------- logits and texts
