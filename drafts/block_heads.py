@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
+
 from drafters import DraftVocab
 from drafts.block_layers import SIZE, BlockModel
 from drafts.correlator import HFCorrelator
@@ -32,13 +34,13 @@ from files.heads import (
     draft_vocab,
     layer_config,
     note_keys,
+    order_rows,
 )
 from files.keys import FULL, KINDS, SLIDING
 from model import ModelConfig
 from options import require
 
 NO = Rule("false", lambda v: v is False)
-YES = Rule("true", lambda v: v is True)
 CAP = Rule("0 or a positive number", lambda v: type(v) in (int, float) and 0 <= v < 1e6)
 
 
@@ -51,7 +53,7 @@ class HFBlockLayout:
     projector_type: str | None = key(only("dspark", "dflash2", "lilicorr"), None)  # SpecForge's
     attention_mode: str = key(only("gqa", "mha"), "gqa")  # SpecForge's
     use_swa: bool = key(NO, False)  # vLLM's: a window without layer_types
-    is_neox_style: bool = key(YES, True)  # vLLM's: RoPE turns halves of a head, not pairs
+    is_neox_style: bool = key(FLAG, True)  # vLLM's: RoPE turns halves of a head, not pairs
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ def read_block_head(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         )
     _check_target(files, config, target)
     _check_weights(files, config)
+    if not hf.is_neox_style:
+        _split_pairs(files, model)
     note_keys(files.path, files.config, RECORDS, {})
     return config
 
@@ -179,6 +183,20 @@ def _read_layers(files: HeadFiles, hf: HFBlockLayout) -> BlockModel:
             f"conv_group_size must divide hidden_size ({model.dim}); it is {model.conv_group}"
         )
     return model
+
+
+def _split_pairs(files: HeadFiles, model: BlockModel) -> None:
+    """Put the even elements of queries and keys before the odd ones: our RoPE turns halves.
+
+    Writes: `files`.
+    """
+    pairs = torch.arange(model.head_dim).unflatten(0, (-1, 2)).T.flatten()  # [E]
+    for i in range(model.n_layers):
+        for name, heads in (("q", model.n_heads), ("k", model.n_kv_heads)):
+            order = (model.head_dim * torch.arange(heads)[:, None] + pairs).flatten()
+            for part in ("weight", "bias"):
+                order_rows(files, f"layers.{i}.self_attn.{name}_proj.{part}", order)
+            order_rows(files, f"layers.{i}.self_attn.{name}_norm.weight", pairs)
 
 
 def _read_correlator(keys: dict, hf: HFBlockLayout, model: BlockModel) -> HFCorrelator | None:

@@ -58,6 +58,7 @@ OTHER_WORDS = {
     "pard_token": "mask_token_id",  # vLLM's
     "ptd_token_id": "mask_token_id",
     "fusion_bias": "bias",  # speculators' of EAGLE-1
+    "rope_is_neox_style": "is_neox_style",  # SGLang's, of LFM2.5's heads
 }
 DSPINE = {"transfer_rank": 1024, "top_k": 16}  # defaults
 # keys that change nothing: those of training, and of what the weights or the target say. A note
@@ -408,7 +409,7 @@ def draft_vocab(
         raise ValueError(f"{fault}; download the head again")
     if (order.diff() < 0).any():
         for name in tables:
-            _order_rows(files, name, order)
+            order_rows(files, name, order)
     return DraftVocab(size, ids)
 
 
@@ -417,7 +418,7 @@ def d2t_size(files: TensorSource, vocab_size: int) -> int:
     return (*files.shape("d2t"), vocab_size)[0]
 
 
-def _order_rows(files: TensorSource, name: str, order: Tensor) -> None:
+def order_rows(files: TensorSource, name: str, order: Tensor) -> None:
     """Put the rows of a weight in another order. Writes: its reader, if there is one."""
     if name in files.readers:
         read = files.readers[name]

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from files.fetch import title_of
 from files.head_kinds import head_kind
 from files.hub import QUANTIZATION, hub_model
 from files.io import is_gguf, read_json, read_text
@@ -31,15 +32,14 @@ class PublishedHead(NamedTuple):
     name: str
     layout: str
     vocabulary: str
+    tau: str  # a number, or ?
     licence: str
 
     @property
     def kind(self) -> str:
         """The value of --draft."""
-        for word in ("Medusa", "Hydra"):
-            if self.layout.startswith(word):
-                return word.lower()
-        return "eagle" if self.layout.startswith("EAGLE") else "block"
+        kinds = {"Medusa": "medusa", "Hydra": "hydra", "assistant": "assistant", "EAGLE": "eagle"}
+        return next((kind for word, kind in kinds.items() if word in self.layout), "block")
 
 
 def published_heads(name: str = "") -> list[PublishedHead]:
@@ -88,6 +88,17 @@ def published_head(config: Any) -> str:
         f"drafts come from {listed}; --head names another, --draft ngram does without", logging.INFO
     )
     return str(path)
+
+
+def published_tau(path: str) -> float:
+    """Return the tau that was published of a head, known by its name; 0: none is known.
+
+    path: of its files, in a hub's cache or in a folder of that name
+    Raises: ValueError where the table cannot be read.
+    """
+    own = plain_name(title_of(Path(path)))
+    taus = [head.tau for head in published_heads() if plain_name(head.name) == own]
+    return float(taus[0]) if taus and taus[0] != "?" else 0.0
 
 
 @cache  # the note comes once

@@ -37,6 +37,7 @@ class Engine(decode.Engine):
     guide: Any = None  # `drafts.grammar.Grammar`, unless a request brings its own
     tokenizer: Any = None  # files.tokenizer.Tokenizer, or None when only ids go in and out
     template: Any = None  # files.chat.ChatTemplate, with --chat
+    published_tau: float = 0.0  # of the head; 0: none is known
     load_s: float = 0.0
     compile_s: float = 0.0
 

@@ -186,6 +186,7 @@ def with_draft(engine: Engine, asked: GenerateConfig, device: str) -> Engine:
     return replace(
         engine.with_method(method),
         config=asked,
+        published_tau=load_part("reader", "published tau")(config.head) if config.head else 0.0,
         resolved=_changes(asked, config) | {"context": engine.context} | used,
     )
 

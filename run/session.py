@@ -29,6 +29,7 @@ from run.clock import TimedResult
 from run.engine import Engine, mode_for
 from run.observer import Observer, View
 from run.options import Sampling
+from run.published import Watched
 from run.stats import Stats, sequence_memory
 from runtime import (
     HostCopy,
@@ -118,6 +119,8 @@ class Session(Loop):
         self.read_at = 0.0  # when a report was last read (s)
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
+        if engine.published_tau:
+            self.observers.append(Watched(engine))
         if engine.config.trace:
             trace = Trace()
             self.trace = trace.lines

@@ -27,6 +27,8 @@ REPORTED = [
      "Tokens are vanilla's, with every drafter, tree and format: always where C++ operators run, and on the H200 in what ran there", "core/test_lossless.py::test_every_drafter_gives_vanillas_tokens"),
     ("A rejected draft stays in the state of recurrent layers", "mlx-lm#846 mlx-lm#1446 vllm#39273 llama.cpp#20039",
      "Each node of a tree has a state, made of its parent's; the accepted one is kept", "files/test_states.py::test_a_node_has_the_bits_of_its_own_path files/test_states.py::test_no_drafter_changes_a_token"),
+    ("Acceptance collapses, and no error says so", "vllm#51009 vllm#49559 ik_llama.cpp#1815 llama.cpp#23544",
+     "Where a head accepts less than half of what was published of it ([HEADS.md](../files/HEADS.md#published-heads-by-target)), one line asks whether it fits", "files/test_hub.py::test_a_head_that_accepts_too_little_says_so"),
     ("Drawn drafts bias or spoil a sampled text", "1Cat-vLLM#656 vllm#47386 vllm#54282",
      "A token is a function of the seed, the place and the scores: one text for all drafters. The papers' own rule (`--accept residual`) is tested by its distribution", "core/test_lossless.py::test_every_drafter_gives_vanillas_tokens core/test_sampling.py::test_every_rule_draws_from_p_and_a_favour_is_caught"),
     ("Grammars, tools and thinking break under drafts", "vllm#44006 sglang#30096",

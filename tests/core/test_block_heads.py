@@ -78,6 +78,24 @@ def test_scores_are_the_official_ones(kind, changes, file, name, tmp_path):
         assert kind == "z-lab" or found.tolist() == chain.tolist()
 
 
+def of_pairs(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a head that change where its RoPE turns pairs of neighbours; heads have 16 elements."""
+    return {
+        name: x.unflatten(0, (-1, 2, 8)).transpose(1, 2).flatten(0, 2)
+        for name, x in held.items()
+        if ".q_" in name or ".k_" in name
+    }
+
+
+def test_a_head_whose_rope_turns_pairs_is_the_same_head(tmp_path):
+    """LFM2.5's: SGLang's key."""
+    want = made(tmp_path, "DeepSpec")
+    pairs = of_pairs(BLOCKS["DeepSpec"].tensors)
+    got = made(tmp_path, "DeepSpec", {"rope_is_neox_style": False}, **pairs)
+    for name, weight in want.head.named_parameters():
+        assert torch.equal(got.head.get_parameter(name), weight), name
+
+
 def gate_of_dspark() -> dict[str, torch.Tensor]:
     draw = numpy.random.RandomState(6).standard_normal
     weight, bias = (torch.from_numpy(draw(shape)).float() for shape in ((32, 96), (32,)))

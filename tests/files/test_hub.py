@@ -22,7 +22,7 @@ from files import hub, known_heads
 from files.fetch import fetched, title_of, with_files
 from files.head_kinds import own_head
 from files.io import bundled_head, is_gguf, is_model_name
-from files.known_heads import plain_name, published_heads
+from files.known_heads import plain_name, published_heads, published_tau
 from files.ollama import ollama_model
 from run.library import generate
 from run.load import load
@@ -261,11 +261,11 @@ def test_without_a_network_the_cache_is_asked(server, monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------- heads
 
 TABLE = """
-| target | head | layout | Vd | licence |
-|---|---|---|---|---|
-| official/Demo-1M | tiny/away | Medusa, 2 heads | all | ? |
-| | tiny/demo-head | EAGLE-3, SafeAILab's | all | MIT |
-| official/Other | tiny/other | DFlash | all | ? |
+| target | head | layout | Vd | tau | licence |
+|---|---|---|---|---|---|
+| official/Demo-1M | tiny/away | Medusa, 2 heads | all | ? | ? |
+| | tiny/demo-head | EAGLE-3, SafeAILab's | all | 9.5 | MIT |
+| official/Other | tiny/other | DFlash | all | ? | ? |
 
 Text behind it.
 """
@@ -302,12 +302,33 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     assert with_files(replace(asked, head="tiny/demo-head")).head == engine.config.head
 
 
+@pytest.mark.parametrize("tau, says", [(9.0, False), (900.0, True), (0.0, False)])
+def test_a_head_that_accepts_too_little_says_so(table, capsys, tau, says):
+    """Once, after 200 of its cycles, at the end of an answer; a tau is for the trees that it drafts here."""
+    options = {"draft": "eagle", "tree": "chain:12", "ignore_eos": True, "max_new_tokens": 250}
+    engine = replace(load(DEMO, device="cpu", **options), published_tau=tau)
+    capsys.readouterr()
+    generate(engine, ["def f():", "import os", "Question: What is 2 + 2?", "class A:"] * 2)
+    said = capsys.readouterr().err
+    assert said.count("does the head fit this model, its template, its bits?") == says
+    assert not says or re.search(
+        r"note: tau \d\.\d, published 900\.0, which is 1[23]\.\d in trees like these: ", said
+    )
+
+
+def test_a_published_tau_is_known_by_the_heads_name(table):
+    for path in ("heads/demo-head", "hub/models--tiny--demo-head/snapshots/abc"):
+        assert published_tau(path) == 9.5
+    assert published_tau("heads/away") == published_tau("heads/mine") == 0
+
+
 def test_the_table_of_heads_is_whole():
     """Every row of files/HEADS.md names one target, one head and a layout whose kind is known."""
     heads = published_heads()
     assert len({(head.target, head.name) for head in heads}) == len(heads) > 40
     for head in heads:
         assert re.fullmatch(r"([\w-]+/[\w.-]+ ?){2}", f"{head.target} {head.name}"), head
+        assert head.tau == "?" or 1 < float(head.tau) < 12
     assert [head.kind for head in published_heads("vicuna-7b-v1.3")] == ["eagle", "medusa", "hydra"]
 
 
