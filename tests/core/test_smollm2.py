@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from files.io import is_gguf
 from helpers import slow
 from run.library import generate
 from run.load import load
-from run.options import DEFAULT, GenerateConfig
 
 pytestmark = pytest.mark.smollm2
 # of France and Italy the model is nearly undecided: rounding decides between two answers
 QUESTION = "What is the capital of Japan?"
 ANSWER = "The capital of Japan is Tokyo."
-
-
-def test_it_is_the_default(smollm2):
-    assert GenerateConfig().checkpoint == DEFAULT == str(smollm2) and is_gguf(Path(DEFAULT))
 
 
 @pytest.mark.parametrize("dtype", ["", *slow(["bfloat16"])])
