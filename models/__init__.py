@@ -19,6 +19,9 @@ TABLE = (
     ("gpt_oss", "GptOssForCausalLM", "gpt_oss", "gpt-oss"),
     ("smollm3", "SmolLM3ForCausalLM", "smollm3", "smollm3"),
     ("phi3", "Phi3ForCausalLM", "phi3", "phi3"),
+    ("olmo2", "Olmo3ForCausalLM", "olmo3", ""),
+    ("granite", "GraniteForCausalLM", "granite", "granite"),
+    ("granite", "GraniteMoeHybridForCausalLM", "granitemoehybrid", ""),
     ("olmo2", "Olmo2ForCausalLM", "olmo2", "olmo2"),
 )
 NEEDS = ("files",)

@@ -193,7 +193,15 @@ def ropes_of(hf: HFConfig, own: HFGemma3) -> tuple[dict, dict]:
     Raises: ValueError for other kinds of layers.
     """
     far = {"rope_theta": hf.rope_theta or 1e6} | (hf.rope_scaling or {})
-    local = {"rope_theta": own.rope_local_base_freq}
+    return rope_by_kind(hf, far, {"rope_theta": own.rope_local_base_freq})
+
+
+def rope_by_kind(hf: HFConfig, far: dict, local: dict) -> tuple[dict, dict]:
+    """Return RoPE's keys of the layers that see all, and of those with a window.
+
+    far, local: those that older files have elsewhere
+    Raises: ValueError for other kinds of layers.
+    """
     by_kind = hf.rope_parameters or {}  # as transformers 5 has them
     known = all(
         kind in (FULL, SLIDING) and isinstance(keys, dict) for kind, keys in by_kind.items()

@@ -56,6 +56,29 @@ class OffsetNorm(Norm):
         return {self.name: OffsetRMSNorm(self.dim, self.eps)}
 
 
+class DividedRMSNorm(RMSNorm):
+    """A norm whose rows are divided by a number."""
+
+    divisor: float = 1.0
+
+    @property
+    def gain(self) -> Tensor:
+        """The factors of a normed row, [F], exact in fp32."""
+        return self.weight.float() / self.divisor
+
+
+@dataclass(frozen=True)
+class DividedNorm(Norm):
+    """Do as `Norm`, and divide the rows."""
+
+    divisor: float = 1.0
+
+    def modules(self) -> dict[str, nn.Module]:
+        norm = DividedRMSNorm(self.dim, self.eps)
+        norm.divisor = self.divisor
+        return {self.name: norm}
+
+
 @dataclass(frozen=True)
 class EachPartNorm(Norm):
     """Norm the parts of every row one by one, side by side, by the same weight. dim: of a part"""

@@ -145,7 +145,8 @@ def check_parts(config: ModelConfig, world: int, path: Path) -> None:
         raise ValueError(f"{path}: a model with recurrent layers runs on one rank; start one")
     if len(set(map(config.kv_shape, range(config.n_layers)))) > 1:
         raise ValueError(f"{path}: a model with heads of two widths runs on one rank; start one")
-    if len(config.names["wqkv"]) == 1:
+    names = config.names
+    if len(names["wqkv"]) == 1 or (not config.n_experts and len(names["w13"]) == 1):
         raise ValueError(f"{path}: a model with fused projections runs on one rank; start one")
     if any(getattr(step, "of_whole_rows", False) for step in config.layer(0)):
         raise ValueError(

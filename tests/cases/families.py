@@ -285,7 +285,71 @@ OLMO2 = plain("Olmo2", {
     runs=(("as it is", "float32", 1.0), ("as it is", "bfloat16", 1.0), ("fewer keys", "float32", 0.0)),
     one_rank="a model that norms all heads together runs on one rank",
     bad_keys=(bad("its config asks for", num_key_value_heads=1),),
-    bad_files=(({"attention.sliding_window": 64}, (), "OLMo-3, whose layers have windows, is not supported"),),
+)  # fmt: skip
+
+
+def file_of_olmo3(model: Any) -> tuple[dict, dict]:
+    """As the converter writes it: OLMo-2's architecture, and windows."""
+    c = model.config
+    slides = [kind == "sliding_attention" for kind in c.layer_types]
+    c.rope_parameters, ropes = c.rope_parameters["full_attention"], c.rope_parameters
+    keys = {
+        "attention.sliding_window": c.sliding_window,
+        "attention.sliding_window_pattern": slides,
+    }
+    metadata = metadata_of(model, "olmo2", keys)
+    c.rope_parameters = ropes
+    return metadata, gguf_tensors(model, NAMES | BEHIND)
+
+
+OLMO3 = plain("Olmo3", {
+    "as it is": {"num_hidden_layers": 4, "num_key_value_heads": 4, "pad_token_id": 0, "sliding_window": 8},
+    "every second, YaRN": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5, "num_key_value_heads": 4,
+        "pad_token_id": 0, "rope_parameters": {"full_attention": YARN, "sliding_attention": default_rope()},
+    },
+    "fewer keys": {"num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": True, "sliding_window": 8},
+}, file_of=file_of_olmo3, differs=("rope_scaling",),
+    runs=(("as it is", "float32", 1.0), ("every second, YaRN", "bfloat16", 1.0), ("fewer keys", "float32", 0.0)),
+    one_rank="a model that norms all heads together runs on one rank",
+    bad_keys=(
+        bad("layer_types must name all 4 layers", layer_types=["full_attention"]),
+        bad("rope_parameters must hold an object full_attention", rope_parameters=default_rope()),
+    ),
+)  # fmt: skip
+
+# a model whose factors all count
+FACTORS = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 3.0, "pad_token_id": 0,
+}  # fmt: skip
+HYBRID = FACTORS | {
+    "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "position_embedding_type": "rope",
+    "shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_head": 16, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def of_factors(model: Any) -> tuple[dict, dict]:
+    c = model.config
+    scales = {"embedding_scale": c.embedding_multiplier, "residual_scale": c.residual_multiplier,
+              "attention.scale": c.attention_multiplier, "logit_scale": c.logits_scaling}  # fmt: skip
+    return metadata_of(model, "granite", scales), gguf_tensors(model, convert=of_interleaved)
+
+
+GRANITE = plain("Granite", {
+    "as it is": FACTORS,
+    "no factors, tied": {"tie_word_embeddings": True, "pad_token_id": 0},
+    "biases": FACTORS | {"attention_bias": True, "mlp_bias": True},
+}, file_of=of_factors, no_file=("biases",), differs=("query_scale", "embedding_scale"),
+    runs=(("as it is", "float32", 1.0), ("as it is", "bfloat16", 1.0), ("as it is", "int8", 0.0)),
+    bad_keys=(bad("residual_multiplier must be a number above 0", residual_multiplier=0),),
+)  # fmt: skip
+GRANITE4 = plain("GraniteMoeHybrid", {"as it is": HYBRID},
+    runs=(("as it is", "bfloat16", 0.0),), one_rank="a model with fused projections runs on one rank",
+    bad_keys=(
+        bad("num_local_experts must be 0", num_local_experts=4),
+        bad("layer_types must be a list of attention", layer_types=["mamba", "full_attention", "full_attention"]),
+        bad("position_embedding_type must be rope", position_embedding_type="nope"),
+    ),
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ GLM-4.5
@@ -995,6 +1059,6 @@ GEMMA4 = Family(
 )  # fmt: skip
 
 FAMILIES = PLAIN_FAMILIES | {
-    "SmolLM3": SMOLLM3, "Phi-3": PHI3, "OLMo-2": OLMO2, "GLM-4": GLM4, "GLM-4.5": GLM4_MOE, "Qwen2-MoE": QWEN2_MOE, "Qwen3.5": QWEN35, "Qwen3-Next": QWEN3_NEXT, "LFM2": LFM2,
+    "SmolLM3": SMOLLM3, "Phi-3": PHI3, "OLMo-2": OLMO2, "OLMo-3": OLMO3, "Granite 3": GRANITE, "Granite 4": GRANITE4, "GLM-4": GLM4, "GLM-4.5": GLM4_MOE, "Qwen2-MoE": QWEN2_MOE, "Qwen3.5": QWEN35, "Qwen3-Next": QWEN3_NEXT, "LFM2": LFM2,
     "gpt-oss": GPT_OSS, "Gemma 3": GEMMA3, "Gemma 4": GEMMA4,
 }  # fmt: skip

@@ -259,7 +259,8 @@ COMMON = {
 }  # fmt: skip
 ALL_OWN = ("LFM2", "Gemma 3", "Gemma 4")  # whose published files leave these out, too
 # changes of transformers' default config.json: its heads' width there, one form of heads a kind
-CHANGES = {"GLM-4.5": {"head_dim": 128}, "Gemma 4": {"per_layer_config": ...}}
+CHANGES = {"GLM-4.5": {"head_dim": 128}, "Gemma 4": {"per_layer_config": ...},
+           "Granite 4": {"layer_types": ["full_attention"] * 32, "num_local_experts": 0, "position_embedding_type": "rope"}}  # fmt: skip
 KINDS = [(name, next(iter(family.cases))) for name, family in FAMILIES.items()]
 KINDS += [("Qwen3.5", "experts"), ("LFM2", "experts")]
 
