@@ -303,12 +303,13 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
 
 
 @pytest.mark.parametrize("tau, says", [(9.0, False), (900.0, True), (0.0, False)])
-def test_a_head_that_accepts_too_little_says_so(table, capsys, tau, says):
-    """Once, after 200 of its cycles, at the end of an answer; a tau is for the trees that it drafts here."""
+def test_a_head_that_accepts_too_little_says_so(monkeypatch, capsys, tau, says):
+    """Once, after some of its cycles, at the end of an answer; a tau is for the trees that it drafts here."""
+    monkeypatch.setattr("run.published.CYCLES", 20)
     options = {"draft": "eagle", "tree": "chain:12", "ignore_eos": True, "max_new_tokens": 250}
     engine = replace(load(DEMO, device="cpu", **options), published_tau=tau)
     capsys.readouterr()
-    generate(engine, ["def f():", "import os", "Question: What is 2 + 2?", "class A:"] * 2)
+    generate(engine, ["def f():", "import os"], temperature=1.0)
     said = capsys.readouterr().err
     assert said.count("does the head fit this model, its template, its bits?") == says
     assert not says or re.search(
