@@ -302,7 +302,7 @@ def test_a_model_by_name_brings_its_head(server, table, capsys):
     assert with_files(replace(asked, head="tiny/demo-head")).head == engine.config.head
 
 
-@pytest.mark.parametrize("tau, says", [(9.0, False), (900.0, True), (0.0, False)])
+@pytest.mark.parametrize("tau, says", [(3.0, False), (900.0, True), (0.0, False)])
 def test_a_head_that_accepts_too_little_says_so(monkeypatch, capsys, tau, says):
     """Once, after some of its cycles, at the end of an answer; a tau is for the trees that it drafts here."""
     monkeypatch.setattr("run.published.CYCLES", 20)
