@@ -4,6 +4,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,18 @@ def test_an_event_loop_goes_on_and_may_leave_early(engine):
     assert seen[0][1] < seen[1][1] < seen[2][1]
     whole = generate(engine, PROMPT, **OPTIONS).text
     assert whole.startswith("".join(piece for piece, _ in seen))
+
+
+def test_a_model_with_a_broken_tokenizer(engine, tmp_path):
+    """As the error advises: with prompt_ids, ids go in, and ids come out."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(Path(DEMO).absolute() / name)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ValueError, match="use --prompt_ids"):
+        load(tmp_path, device="cpu")
+    bare = load(tmp_path, device="cpu", prompt_ids="5,6")
+    found = [generate(each, [[5, 6]], max_new_tokens=4).tokens for each in (bare, engine)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
