@@ -155,8 +155,9 @@ class AnswerServers:
         prompt: Any = request.prompt
         if not server.takes_ids:
             prompt = self.text_of(request.prompt)
-            if request.prompt[0] == self.engine.tokenizer.bos_id:
-                prompt = prompt.removeprefix(self.names[request.prompt[0]].decode())  # it adds one
+            tokenizer = self.engine.tokenizer
+            if tokenizer.adds_bos and request.prompt[0] == tokenizer.bos_id:  # so does the server
+                prompt = prompt.removeprefix(self.names[tokenizer.bos_id].decode())
         # these would be the server's own, and a draw from less than the model's distribution
         whole = {"top_k": self.engine.tokenizer.vocab_size, "min_p": 0.0}
         return await server.client.completions.create(
