@@ -29,7 +29,7 @@ ADDS = {
         "ollama": "files.ollama:ollama_model",
         "packaged": "files.packaged:fetch_default",
         "published head": "files.known_heads:published_head",
-        "published tau": "files.known_heads:published_tau",
+        "published tau": "files.published:published_tau",
         "rounding": "files.rounding",
     },
     "folder": {"lock": "files.lock:folder_lock"},

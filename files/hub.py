@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from files.gguf_header import PART
 from files.io import HUB_NAME
+from files.published import QUANTIZATION
 from files.registry import check_architecture
 from options import log_note, one_line, require
 
@@ -32,7 +33,6 @@ WEIGHTS = (
 )
 TEXTS = r"[^/]*\.(json|jinja)|tokenizer\.model|additional_chat_templates/.*"
 USUAL = "Q4_K_M"
-QUANTIZATION = re.compile(r"(?<![^-._/])(UD-)?(I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP?16|FP?32)$", re.I)
 REFUSED = re.compile(r"(IQ|TQ)\d", re.I)  # types that do not run here
 OF_OTHERS = re.compile(r"mmproj|imatrix")  # files beside a model
 

@@ -1,69 +1,24 @@
 """Find a head for a model: among the published ones, and in the folders beside it.
 
-files/HEADS.md has the table of published heads, each target's in the order of preference. A head
-on this machine names its target in config.json, by a key that depends on who trained it.
-Names are compared without their owner, the form of the files and their quantization.
+files/published.py reads the published ones. A head on this machine names its target in config.json,
+by a key that depends on who trained it.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from files.fetch import title_of
 from files.head_kinds import head_kind
-from files.hub import QUANTIZATION, hub_model
-from files.io import is_gguf, read_json, read_text
-from options import ROOT, load_part, log_note
+from files.hub import hub_model
+from files.io import is_gguf, read_json
+from files.published import plain_name, published_heads
+from options import load_part, log_note
 
-TABLE = ROOT / "files" / "HEADS.md"
-TITLE = "| target | head | layout |"
 # keys of a head's config.json, beside speculators'
 TARGETS = ("base_model", "target_model", "base_model_name_or_path", "target_model_name_or_path")
-
-
-class PublishedHead(NamedTuple):
-    """A row of the table."""
-
-    target: str  # OWNER/NAME on the hub, as `name`
-    name: str
-    layout: str
-    vocabulary: str
-    tau: str  # a number, or ?
-    licence: str
-
-    @property
-    def kind(self) -> str:
-        """The value of --draft."""
-        kinds = {"Medusa": "medusa", "Hydra": "hydra", "assistant": "assistant", "EAGLE": "eagle"}
-        return next((kind for word, kind in kinds.items() if word in self.layout), "block")
-
-
-def published_heads(name: str = "") -> list[PublishedHead]:
-    """Return the published heads of a model; without a name, those of every model.
-
-    Raises: ValueError where the table cannot be read.
-    """
-    _, title, table = read_text(TABLE).partition(TITLE)
-    rows = []
-    target = ""
-    for line in table.splitlines()[2:]:
-        if not line.startswith("|"):
-            break
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        target = cells[0] or target  # a target is named in its first row
-        rows.append(PublishedHead(target, *cells[1:]))
-    return [row for row in rows if not name or plain_name(row.target) == plain_name(name)]
-
-
-def plain_name(name: str) -> str:
-    """Return the part of a model's name that all forms of the model share, in lower case."""
-    last = name.rstrip("/").rpartition("/")[2].lower().replace(" ", "-")
-    last = re.sub(r"[-.]gguf$", "", last)
-    return QUANTIZATION.sub("", last).rstrip("-._").removeprefix("meta-")
 
 
 def published_head(config: Any) -> str:
@@ -88,17 +43,6 @@ def published_head(config: Any) -> str:
         f"drafts come from {listed}; --head names another, --draft ngram does without", logging.INFO
     )
     return str(path)
-
-
-def published_tau(path: str) -> float:
-    """Return the tau that was published of a head, known by its name; 0: none is known.
-
-    path: of its files, in a hub's cache or in a folder of that name
-    Raises: ValueError where the table cannot be read.
-    """
-    own = plain_name(title_of(Path(path)))
-    taus = [head.tau for head in published_heads() if plain_name(head.name) == own]
-    return float(taus[0]) if taus and taus[0] != "?" else 0.0
 
 
 @cache  # the note comes once

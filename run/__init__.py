@@ -21,6 +21,7 @@ ADDS = {
         "keys": "run.keyboard:Keyboard",
         "printer": "run.terminal:printer",
     },
+    "watch": {"published tau": "run.published:Watched"},
     "trees": {
         "of a file": "run.tree_paths:read_tree",
         "of Medusa": "run.tree_paths:MEDUSA_PATHS",

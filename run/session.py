@@ -29,7 +29,6 @@ from run.clock import TimedResult
 from run.engine import Engine, mode_for
 from run.observer import Observer, View
 from run.options import Sampling
-from run.published import Watched
 from run.stats import Stats, sequence_memory
 from runtime import (
     HostCopy,
@@ -120,7 +119,7 @@ class Session(Loop):
         self.stats = Stats()
         self.trace: list[dict[str, Any]] = []
         if engine.published_tau:
-            self.observers.append(Watched(engine))
+            self.observers.append(load_part("watch", "published tau")(engine))
         if engine.config.trace:
             trace = Trace()
             self.trace = trace.lines

@@ -18,12 +18,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from files import hub, known_heads
+from files import hub, known_heads, published
 from files.fetch import fetched, title_of, with_files
 from files.head_kinds import own_head
 from files.io import bundled_head, is_gguf, is_model_name
-from files.known_heads import plain_name, published_heads, published_tau
 from files.ollama import ollama_model
+from files.published import plain_name, published_heads, published_tau
 from run.library import generate
 from run.load import load
 from run.options import DEMO, GenerateConfig
@@ -275,7 +275,7 @@ Text behind it.
 def table(monkeypatch, tmp_path):
     path = tmp_path / "README.md"
     path.write_text(TABLE)
-    monkeypatch.setattr(known_heads, "TABLE", path)
+    monkeypatch.setattr(published, "TABLE", path)
     return path
 
 
