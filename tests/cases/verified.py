@@ -36,7 +36,7 @@ REPORTED = [
     ("A cache in 8 bits, or a shared prefix, and drafts", "vllm#40831 vllm#54360",
      "No token changes", "core/test_lossless.py::test_demo_trees_equal_vanilla core/test_prefixes.py::test_a_copied_prefix_changes_no_token"),
     ("A quantized target gains nothing", "llama.cpp#10594 llama.cpp#10664",
-     "A pass over 2 or 4 rows costs about one over a row ([figures](../benchmarks/RESULTS.md#what-does-a-pass-over-n-rows-cost)), and the tokens are vanilla's in every format", "files/test_quantized_files.py::test_drafting_changes_no_token"),
+     "A pass over 2 or 4 rows costs about one over a row ([figures](../benchmarks/RESULTS.md#what-does-a-pass-over-n-rows-cost)), and the tokens are vanilla's in every format", "files/test_gguf_blocks.py::test_drafting_changes_no_token"),
     ("Drafts are slower than none, and no switch learns it", "llama.cpp#28196 mlx-lm#1211",
      "`--tree auto` drafts by what a token costs here; where nothing pays, it tries now and then", "core/test_by_value.py::test_where_no_tree_pays_trials_are_rare"),
     ("Drafts lose from two requests on", "llama.cpp#27342 sglang#6949",

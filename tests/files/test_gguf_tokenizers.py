@@ -76,7 +76,7 @@ PUBLISHED = {
     "qwen2": "qwen2 deepseek-r1-qwen a.x-4.0", "qwen3": "qwen2 f2llmv2", "qwen35": "qwen35", "qwen35moe": "qwen35",
     **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3next"), "qwen2"),
     **dict.fromkeys(("lfm2", "lfm2moe"), "lfm2"), **dict.fromkeys(("gemma3", "gemma4"), ""),
-    "glm4": "glm4 chatglm-bpe", "glm4moe": "glm4", "gpt-oss": "gpt-4o", "smollm3": "smaug-bpe", "phi3": "dbrx gpt-4o", "olmo2": "dbrx",
+    "glm4": "glm4 chatglm-bpe", "glm4moe": "glm4", "gpt-oss": "gpt-4o", "smollm3": "smaug-bpe", "phi3": "dbrx gpt-4o", "olmo2": "dbrx", "granite": "refact dbrx",
 }  # fmt: skip
 # names that the package lists, and that no published file of such a model has, or that are refused
 UNREAD = {
