@@ -68,7 +68,7 @@ GAIN = 1 / 16  # of decaying factors: they follow a machine within 0.1 s, in cyc
 MEMORY = 32  # tokens that acceptance follows, the record too: it varies by 0.1 between prompts
 HIT = 0.75  # share of tokens that a chain of a head without a record hits: EAGLE-1 (2401.15077)
 TRIALS = 4  # trees of a trial, with which every session begins
-REST = 64  # cycles of rest between trials, times the sequences: trials lose about 1 %
+REST = 64  # cycles of rest between trials, times the sequences: each adds to a trial's cost
 ROUNDS = 3  # of measurements: a slow moment of a shared machine lasts less than two (4 ms slices)
 STEADY = 1.25  # slowest over fastest vanilla cycle; beyond, other programs were measured, too
 

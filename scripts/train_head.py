@@ -351,7 +351,10 @@ def use(config: HeadConfig, rows: list[dict]) -> str:
 
 
 def speed(rows: list[dict]) -> str:
-    """Return the speedup of the fastest method, with the head and without. rows: the evaluation"""
+    """Return the speedups of the fastest method and of its rival, with the head and without it.
+
+    rows: of the evaluation
+    """
     means = ranked(rows)
     best = next(iter(means))
     if best == "none":
